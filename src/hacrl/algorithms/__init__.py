@@ -1,0 +1,55 @@
+"""The algorithms as pure tensor maths: usable without the rest of hacrl.
+
+Nothing here knows models, files, devices or randomness, so HACPO can be used inside another trainer:
+
+    omega = capability_ratios([0.31, 0.44])                           # C_k / C_j
+    advantages = capability_advantages(rewards, prompt, source, 0, omega)
+    terms = HACPO().terms(Sequences(...), update=0)
+    loss = -(terms.objective_N * HACPO().mean_weights(source, learner=0)).sum()
+"""
+
+from hacrl.algorithms.advantage import (
+    Advantages,
+    baseline_bias,
+    capability_advantages,
+    group_advantages,
+)
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
+from hacrl.algorithms.clipping import clipped_minimum, stepwise_clip, stepwise_lower_bound
+from hacrl.algorithms.grpo import GRPO
+from hacrl.algorithms.gspo import GSPO
+from hacrl.algorithms.hacpo import HACPO
+from hacrl.algorithms.importance import exponential_ratio, k3_kl, sequence_log_ratio
+from hacrl.algorithms.naive import Naive
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "hacpo": HACPO,
+    "gspo": GSPO,
+    "grpo": GRPO,
+    "naive": Naive,
+}
+
+__all__ = [
+    "ALGORITHMS",
+    "GRPO",
+    "GSPO",
+    "HACPO",
+    "Advantages",
+    "Algorithm",
+    "CapabilityOptions",
+    "CapabilityTracker",
+    "Naive",
+    "Sequences",
+    "Terms",
+    "baseline_bias",
+    "capability_advantages",
+    "capability_ratios",
+    "clipped_minimum",
+    "exponential_ratio",
+    "group_advantages",
+    "k3_kl",
+    "sequence_log_ratio",
+    "stepwise_clip",
+    "stepwise_lower_bound",
+]

@@ -1,0 +1,138 @@
+"""Group-relative advantages, plain and capability-aware.
+
+Rollouts come flat: `rewards_N` with the prompt and the source agent of each in `prompt_N` and
+`source_N`, so that groups may have any size and an agent any share of them. Prompts are numbered
+from 0. Only valid rollouts are passed: one whose reward is None takes no part.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SIGMA_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Advantages:
+    advantage_N: Tensor
+    baseline_N: Tensor
+    """What was subtracted from each rollout's reward."""
+    guarded_share: float = 0.0
+    """Share of prompts with spread whose baseline left the range of rewards and was replaced."""
+    bias_P: Tensor | None = None
+    """Mean own reward minus mu_k for each prompt with own rollouts, before the guard."""
+    bias_noise_P: Tensor | None = None
+    """The variance that sampling alone gives to `bias_P`."""
+
+
+def sum_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
+    return torch.zeros(size, dtype=values_N.dtype).index_add_(0, index_N, values_N)
+
+
+def mean_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
+    """Mean of the values at each index; 0 where there is none."""
+    count = sum_by(torch.ones_like(values_N), index_N, size)
+    return sum_by(values_N, index_N, size) / count.clamp(min=1)
+
+
+def _variance_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
+    """Unbiased variance (ddof = 1) at each index; 0 where there are fewer than two values."""
+    centred_N = values_N - mean_by(values_N, index_N, size)[index_N]
+    count = sum_by(torch.ones_like(values_N), index_N, size)
+    return sum_by(centred_N**2, index_N, size) / (count - 1).clamp(min=1)
+
+
+def _range_by(values_N: Tensor, index_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    low = torch.full((size,), torch.inf, dtype=values_N.dtype).scatter_reduce_(0, index_N, values_N, "amin")
+    high = torch.full((size,), -torch.inf, dtype=values_N.dtype).scatter_reduce_(0, index_N, values_N, "amax")
+    return low, high
+
+
+def _num_prompts(prompt_N: Tensor) -> int:
+    return int(prompt_N.max()) + 1 if len(prompt_N) else 0
+
+
+def group_advantages(rewards_N: Tensor, prompt_N: Tensor) -> Advantages:
+    """A = (R - mean) / (std + 1e-6) within each prompt; 0 where all rewards are equal."""
+    P = _num_prompts(prompt_N)
+    mu_P = mean_by(rewards_N, prompt_N, P)
+    sigma_P = _variance_by(rewards_N, prompt_N, P).sqrt()
+    low_P, high_P = _range_by(rewards_N, prompt_N, P)
+    baseline_N = mu_P[prompt_N]
+    advantage_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON)
+    return Advantages(advantage_N * (high_P > low_P)[prompt_N], baseline_N)
+
+
+def capability_advantages(
+    rewards_N: Tensor,
+    prompt_N: Tensor,
+    source_N: Tensor,
+    learner: int,
+    omega_KK: Tensor,
+    cross_baseline: Literal["learner", "source"] = "learner",
+    baseline_guard: bool = True,
+) -> Advantages:
+    """A_k(R) = (R - mu_k) / (sigma + 1e-6), mu_k the mean of all rewards, each times omega(k, j).
+
+    sigma is the standard deviation of the unscaled rewards of the prompt. With the guard, a mu_k
+    outside the range of the prompt's rewards is replaced by the mean of k's own rewards there, or by
+    the plain mean where k has none. `cross_baseline="source"` gives a foreign rollout its source's
+    mu_j instead of the learner's mu_k.
+    """
+    P, K = _num_prompts(prompt_N), len(omega_KK)
+    low_P, high_P = _range_by(rewards_N, prompt_N, P)
+    spread_P = high_P > low_P
+    sigma_P = _variance_by(rewards_N, prompt_N, P).sqrt()
+
+    mu_KP, guarded_KP = [], []
+    for k in range(K):
+        mu_P = mean_by(omega_KK[k, source_N] * rewards_N, prompt_N, P)
+        outside_P = (mu_P < low_P) | (mu_P > high_P)
+        guarded_KP.append(outside_P & spread_P & baseline_guard)
+        if baseline_guard:
+            own_N = source_N == k
+            has_own_P = sum_by(own_N.to(rewards_N), prompt_N, P) > 0
+            own_mean_P = mean_by(rewards_N[own_N], prompt_N[own_N], P)
+            fallback_P = torch.where(has_own_P, own_mean_P, mean_by(rewards_N, prompt_N, P))
+            mu_P = torch.where(outside_P, fallback_P, mu_P)
+        mu_KP.append(mu_P)
+
+    whose_N = source_N if cross_baseline == "source" else torch.full_like(source_N, learner)
+    baseline_N = torch.stack(mu_KP)[whose_N, prompt_N] if K else rewards_N.clone()
+    advantage_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON)
+    bias_P, bias_noise_P = baseline_bias(rewards_N, prompt_N, source_N, learner, omega_KK[learner])
+    return Advantages(
+        advantage_N * spread_P[prompt_N],
+        baseline_N,
+        guarded_share=float(guarded_KP[learner].sum() / spread_P.sum().clamp(min=1)),
+        bias_P=bias_P,
+        bias_noise_P=bias_noise_P,
+    )
+
+
+def baseline_bias(
+    rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_K: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean own reward minus mu_k for each prompt, and the variance it has from sampling alone.
+
+    Both are sums over independent rewards, b = sum_i c_i R_i with c = [own] / G_k - omega / N, so
+    the noise is sum_i c_i^2 var_j, var_j being the variance of agent j's rewards on that prompt. The
+    batch mean of b is close to zero whatever happens, because omega is fitted to the same batch; the
+    mean of b^2 less the noise is what one global omega gets wrong on each prompt. Prompts where an
+    agent has fewer than two rewards are left out: their noise cannot be estimated.
+    """
+    P, K = _num_prompts(prompt_N), len(omega_K)
+    cell_N = prompt_N * K + source_N
+    count_PK = sum_by(torch.ones_like(rewards_N), cell_N, P * K).view(P, K)
+    var_PK = _variance_by(rewards_N, cell_N, P * K).view(P, K)
+    mean_PK = mean_by(rewards_N, cell_N, P * K).view(P, K)
+    total_P1 = count_PK.sum(1, keepdim=True).clamp(min=1)
+    own_PK = torch.zeros_like(count_PK)
+    own_PK[:, learner] = 1 / count_PK[:, learner].clamp(min=1)
+    coefficient_PK = own_PK - omega_K / total_P1
+    bias_P = (coefficient_PK * count_PK * mean_PK).sum(1)
+    noise_P = (coefficient_PK**2 * count_PK * var_PK).sum(1)
+    usable_P = (count_PK[:, learner] >= 2) & ((count_PK >= 2) | (count_PK == 0)).all(1)
+    return bias_P[usable_P], noise_P[usable_P]

@@ -1,0 +1,107 @@
+"""What every algorithm is: three decisions, as pure functions of tensors.
+
+1. `advantages` and `coefficients`: how good each rollout is, for one learner.
+2. `terms`: each rollout's term of the objective, given the learner's log-probabilities.
+3. `mean_weights`: how the terms are averaged.
+
+An instance is its options. There is no state: what changes over time (capabilities, the number of
+updates made) is passed in.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import Advantages, group_advantages
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker
+
+
+@dataclass
+class Sequences:
+    """N rollouts as one learner sees them at the moment of an update."""
+
+    logp_NT: Tensor
+    """The learner's log-probability of each completion token, at its temperature."""
+    mask_NT: Tensor
+    """Which of the T positions are tokens of the completion."""
+    old_logp_N: Tensor
+    """The sum the source recorded when it sampled, over the source's own tokens."""
+    old_length_N: Tensor
+    """The source's token count."""
+    bytes_N: Tensor
+    """UTF-8 length of the text."""
+    own_N: Tensor
+    """Whether the learner is the source."""
+    advantage_N: Tensor
+    omega_N: Tensor
+    """The coefficient omega(j, k) = C_j / C_k of `Algorithm.coefficients`; 1 for own rollouts."""
+    old_logp_NT: Tensor
+    """Token log-probabilities when sampled; only own rows are meaningful (tokens differ elsewhere)."""
+
+    @property
+    def logp_N(self) -> Tensor:
+        return (self.logp_NT * self.mask_NT).sum(1)
+
+    @property
+    def length_N(self) -> Tensor:
+        return self.mask_NT.sum(1)
+
+
+@dataclass
+class Terms:
+    """Each rollout's term of the objective, and the quantities it was made of."""
+
+    objective_N: Tensor
+    """What is maximised. The only tensor that carries a gradient."""
+    log_ratio_N: Tensor
+    lower_N: Tensor
+    upper_N: Tensor
+    kept_N: Tensor
+    """Whether the clip lets a gradient through."""
+    weight_N: Tensor
+    """What multiplies the advantage in the objective."""
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """An algorithm that uses the learner's own rollouts and a group-relative advantage."""
+
+    shares_rollouts: ClassVar[bool] = False
+    """Whether a learner also uses the rollouts of the others."""
+
+    beta: float = 0.0
+    """Weight of the KL divergence to the starting model, on own rollouts."""
+
+    def tracker(self, num_agents: int) -> CapabilityTracker:
+        return CapabilityTracker(num_agents, CapabilityOptions())
+
+    def performance(self, rewards_N: Tensor) -> float:
+        """P_t of one agent: its mean reward in a batch."""
+        return float(rewards_N.mean())
+
+    def omega(self, capabilities: list[float | None]) -> Tensor:
+        """omega[k, j] of all pairs of agents; 1 for an algorithm that ignores capability."""
+        return torch.ones(len(capabilities), len(capabilities), dtype=torch.float64)
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        return group_advantages(rewards_N, prompt_N)
+
+    def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
+        """What multiplies each rollout's advantage because of who made it."""
+        return torch.ones(len(source_N), dtype=omega_KK.dtype)
+
+    @abstractmethod
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        """Each rollout's term; `update` counts the updates this learner already made in this step."""
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        """The factor of each term in the objective of one update: one mean over all rollouts."""
+        return torch.full(source_N.shape, 1 / max(len(source_N), 1), dtype=torch.float64)
+
+    def check_schedule(self, updates_per_step: int) -> None:
+        """Raise ValueError if the options make no sense for so many updates a step."""

@@ -1,0 +1,84 @@
+"""How able each agent is, and how able it is relative to another: C and omega."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+CAPABILITY_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class CapabilityOptions:
+    """How performance is measured, smoothed and turned into a bounded ratio."""
+
+    metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
+    """`mean_reward` as published; `positive_rate`: the share of rewards above `reward_min`."""
+    window: int = 5
+    """K: the number of steps that are averaged."""
+    include_current: bool = True
+    """Whether the current batch counts. False makes omega independent of the batch it is used on."""
+    ratio_min: float = 0.1
+    ratio_max: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, not {self.window}")
+        if not 0 < self.ratio_min <= 1 <= self.ratio_max:
+            raise ValueError(
+                f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}"
+            )
+
+
+class CapabilityTracker:
+    """C_t^(k): the mean of agent k's last `window` batch performances P_t^(k)."""
+
+    def __init__(self, num_agents: int, options: CapabilityOptions) -> None:
+        self.options = options
+        # One more than the window: without the current step, the window ends one step earlier.
+        self._history: list[deque[tuple[int, float]]] = [
+            deque(maxlen=options.window + 1) for _ in range(num_agents)
+        ]
+        self._step = 0
+
+    def update(self, performances: Sequence[float | None]) -> None:
+        """Record one step. None (no valid reward this step) leaves that agent's window unchanged."""
+        self._step += 1
+        for history, performance in zip(self._history, performances, strict=True):
+            if performance is not None:
+                history.append((self._step, performance))
+
+    def capabilities(self) -> list[float | None]:
+        """C of each agent, floored; None for an agent of which nothing is known yet."""
+        result: list[float | None] = []
+        for history in self._history:
+            known = [p for step, p in history if self.options.include_current or step < self._step]
+            known = known[-self.options.window :]
+            result.append(max(sum(known) / len(known), CAPABILITY_FLOOR) if known else None)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "history": [list(history) for history in self._history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        for history, saved in zip(self._history, state["history"], strict=True):
+            history.clear()
+            history.extend((step, performance) for step, performance in saved)
+
+
+def capability_ratios(
+    capabilities: Sequence[float | None], ratio_min: float = 0.1, ratio_max: float = 10.0
+) -> Tensor:
+    """omega[k, j] = clamp(C_k / C_j): agents x agents, float64. A ratio with an unknown C is 1."""
+    n = len(capabilities)
+    omega_KK = torch.ones(n, n, dtype=torch.float64)
+    for k, c_k in enumerate(capabilities):
+        for j, c_j in enumerate(capabilities):
+            if k != j and c_k is not None and c_j is not None:
+                ratio = max(c_k, CAPABILITY_FLOOR) / max(c_j, CAPABILITY_FLOOR)
+                omega_KK[k, j] = min(max(ratio, ratio_min), ratio_max)
+    return omega_KK

@@ -1,0 +1,41 @@
+"""GRPO (arXiv 2402.03300) with clip-higher: a ratio and a clip for each token."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.clipping import clipped_minimum
+from hacrl.algorithms.importance import LOG_RATIO_LIMIT
+
+
+@dataclass(frozen=True)
+class GRPO(Algorithm):
+    name: Literal["grpo"] = "grpo"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        """Mean over a rollout's tokens of min(r_t A, clip(r_t) A)."""
+        mask_NT = sequences.mask_NT
+        log_ratio_NT = torch.where(mask_NT, sequences.logp_NT - sequences.old_logp_NT, 0.0)
+        ratio_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        advantage_N1 = sequences.advantage_N[:, None]
+        objective_NT, kept_NT = clipped_minimum(ratio_NT, advantage_N1, self.epsilon, self.epsilon_high)
+        length_N = mask_NT.sum(1).clamp(min=1)
+        objective_N = (objective_NT * mask_NT).sum(1) / length_N
+        clipped_NT = ratio_NT.clamp(1 - self.epsilon, 1 + self.epsilon_high)
+        weight_NT = torch.where(
+            advantage_N1 >= 0,
+            torch.minimum(ratio_NT, clipped_NT),
+            torch.maximum(ratio_NT, clipped_NT),
+        )
+        return Terms(
+            objective_N,
+            (log_ratio_NT.sum(1) / length_N).detach(),
+            torch.full_like(objective_N, 1 - self.epsilon),
+            torch.full_like(objective_N, 1 + self.epsilon_high),
+            (kept_NT & mask_NT).any(1),
+            ((weight_NT * mask_NT).sum(1) / length_N).detach(),
+        )

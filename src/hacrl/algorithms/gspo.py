@@ -1,0 +1,42 @@
+"""GSPO (arXiv 2507.18071): one ratio for a whole sequence, clipped tightly."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.clipping import clipped_minimum
+from hacrl.algorithms.importance import sequence_log_ratio
+
+
+def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float) -> Terms:
+    """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len)."""
+    log_ratio_N = sequence_log_ratio(
+        sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N
+    )
+    ratio_N, advantage_N = log_ratio_N.exp(), sequences.advantage_N
+    objective_N, kept_N = clipped_minimum(ratio_N, advantage_N, epsilon, epsilon_high)
+    clipped_N = ratio_N.clamp(1 - epsilon, 1 + epsilon_high)
+    return Terms(
+        objective_N,
+        log_ratio_N.detach(),
+        torch.full_like(log_ratio_N, 1 - epsilon),
+        torch.full_like(log_ratio_N, 1 + epsilon_high),
+        kept_N,
+        torch.where(
+            advantage_N >= 0,
+            torch.minimum(ratio_N, clipped_N),
+            torch.maximum(ratio_N, clipped_N),
+        ).detach(),
+    )
+
+
+@dataclass(frozen=True)
+class GSPO(Algorithm):
+    name: Literal["gspo"] = "gspo"
+    epsilon: float = 3.0e-4
+    epsilon_high: float = 4.0e-4
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        return gspo_terms(sequences, self.epsilon, self.epsilon_high)

@@ -1,0 +1,161 @@
+"""HACPO (arXiv 2603.02604): everybody's rollouts, made safe by four mechanisms.
+
+1. capability-aware advantages   advantage.capability_advantages
+2. the capability coefficient    omega(j, k) on foreign rollouts, below
+3. exponential importance        importance.exponential_ratio
+4. stepwise clipping             clipping.stepwise_clip
+
+Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import Advantages, capability_advantages
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
+from hacrl.algorithms.clipping import stepwise_clip, stepwise_lower_bound
+from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.importance import exponential_ratio, sequence_log_ratio
+
+
+@dataclass(frozen=True)
+class HACPO(Algorithm):
+    shares_rollouts: ClassVar[bool] = True
+
+    name: Literal["hacpo"] = "hacpo"
+    alpha: float = 1.0
+    """Power of the exponential importance weight; 0 switches it off."""
+    delta: float = 0.2
+    """Half-open band of the first update: foreign ratios in [1 - delta, 1] teach."""
+    delta_step: float = 0.025
+    """How much the lower bound rises with each update of a step."""
+    epsilon: float = 3.0e-4
+    epsilon_high: float = 4.0e-4
+    cross_weight: float = 1.0
+    """Weight of each source's mean beside the own mean."""
+    baseline: Literal["capability", "joint"] = "capability"
+    """`joint` sets omega to 1 in the baseline: the ablation of mechanism 1."""
+    cross_baseline: Literal["learner", "source"] = "learner"
+    baseline_guard: bool = True
+    cross_omega: bool = True
+    """False is the ablation of mechanism 2."""
+    cross_clip: bool = True
+    """False removes the band: an ablation of mechanism 4."""
+    allow_closed_band: bool = False
+    """Accept a schedule whose last updates use nothing foreign."""
+    ratio_unit: Literal["token", "byte"] = "token"
+    """What foreign log-probabilities are divided by. Own ratios are GSPO's in either case."""
+    reward_min: float = 0.0
+    """The smallest possible reward; subtracted, because a ratio of means needs rewards >= 0."""
+    capability: CapabilityOptions = field(default_factory=CapabilityOptions)
+
+    def __post_init__(self) -> None:
+        if self.alpha < 0:
+            raise ValueError(f"alpha must not be negative, but is {self.alpha}")
+        if not 0 < self.delta <= 1:
+            raise ValueError(
+                f"delta must lie in (0, 1], but is {self.delta}; the paper's table 5 prints the "
+                "lower bound 1 - delta (0.8) under this name"
+            )
+        if self.delta_step < 0:
+            raise ValueError(f"delta_step must not be negative, but is {self.delta_step}")
+
+    def check_schedule(self, updates_per_step: int) -> None:
+        last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
+        if self.cross_clip and last >= 1 and not self.allow_closed_band:
+            raise ValueError(
+                f"with delta {self.delta} and delta_step {self.delta_step} the band of foreign "
+                f"ratios closes before the last of the {updates_per_step} updates of a step; use a "
+                f"delta_step below {self.delta / (updates_per_step - 1):.4g}, fewer updates (a larger "
+                "rollouts_per_update), or allow_closed_band: true"
+            )
+
+    def tracker(self, num_agents: int) -> CapabilityTracker:
+        return CapabilityTracker(num_agents, self.capability)
+
+    def performance(self, rewards_N: Tensor) -> float:
+        lowest = float(rewards_N.min())
+        if lowest < self.reward_min:
+            raise ValueError(
+                f"a reward of {lowest:g} is below reward_min ({self.reward_min:g}); capability is a "
+                f"ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
+            )
+        shifted_N = rewards_N - self.reward_min
+        if self.capability.metric == "positive_rate":
+            shifted_N = (shifted_N > 0).to(rewards_N)
+        return float(shifted_N.mean())
+
+    def omega(self, capabilities: list[float | None]) -> Tensor:
+        return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        return capability_advantages(
+            rewards_N - self.reward_min,
+            prompt_N,
+            source_N,
+            learner,
+            omega_KK if self.baseline == "capability" else torch.ones_like(omega_KK),
+            self.cross_baseline,
+            self.baseline_guard,
+        )
+
+    def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
+        """omega(j, k) = C_j / C_k for a rollout of source j: the reciprocal of the baseline's."""
+        if not self.cross_omega:
+            return super().coefficients(source_N, learner, omega_KK)
+        return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner])
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        foreign = self._foreign_terms(sequences, update)
+        own_N = sequences.own_N
+        return Terms(
+            torch.where(own_N, own.objective_N, foreign.objective_N),
+            torch.where(own_N, own.log_ratio_N, foreign.log_ratio_N),
+            torch.where(own_N, own.lower_N, foreign.lower_N),
+            torch.where(own_N, own.upper_N, foreign.upper_N),
+            torch.where(own_N, own.kept_N, foreign.kept_N),
+            torch.where(own_N, own.weight_N, foreign.weight_N),
+        )
+
+    def _foreign_terms(self, sequences: Sequences, update: int) -> Terms:
+        """clip(s, lo_u, 1) * stopgrad(clip(s, lo_u, 1))^alpha * omega(j, k) * A."""
+        in_bytes = self.ratio_unit == "byte"
+        bytes_N = sequences.bytes_N.clamp(min=1)
+        log_ratio_N = sequence_log_ratio(
+            sequences.logp_N,
+            bytes_N if in_bytes else sequences.length_N,
+            sequences.old_logp_N,
+            bytes_N if in_bytes else sequences.old_length_N,
+        )
+        ratio_N = log_ratio_N.exp()
+        if self.cross_clip:
+            lower = stepwise_lower_bound(update, self.delta, self.delta_step)
+            upper = 1.0
+            weight_N, kept_N = stepwise_clip(ratio_N, lower, self.alpha)
+        else:
+            lower, upper = 0.0, torch.inf
+            weight_N = exponential_ratio(ratio_N, self.alpha)
+            kept_N = torch.ones_like(sequences.own_N)
+        weight_N = weight_N * sequences.omega_N
+        return Terms(
+            weight_N * sequences.advantage_N,
+            log_ratio_N.detach(),
+            torch.full_like(log_ratio_N, lower),
+            torch.full_like(log_ratio_N, upper),
+            kept_N,
+            weight_N.detach(),
+        )
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
+        count_K = torch.bincount(source_N, minlength=learner + 1).to(torch.float64)
+        factor_K = torch.full_like(count_K, self.cross_weight)
+        factor_K[learner] = 1.0
+        return (factor_K / count_K.clamp(min=1))[source_N]

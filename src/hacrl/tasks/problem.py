@@ -1,0 +1,16 @@
+"""One question of a task."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Prompt = str | list[dict[str, str]]
+"""A plain string, or chat messages."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    prompt: Prompt
+    answer: str
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Every column of the data row, for the reward functions (`answer` among them)."""
