@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 SIGMA_EPSILON = 1e-6
+EDGE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,13 @@ class Advantages:
     guarded_share: float = 0.0
     """Share of prompts with spread whose baseline left the range of rewards and was replaced."""
     bias_P: Tensor | None = None
-    """Mean own reward minus mu_k for each prompt with own rollouts, before the guard."""
+    """Mean own reward minus mu_k, before the guard, for each prompt where its noise can be estimated."""
     bias_noise_P: Tensor | None = None
     """The variance that sampling alone gives to `bias_P`."""
 
 
 def sum_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
-    return torch.zeros(size, dtype=values_N.dtype).index_add_(0, index_N, values_N)
+    return torch.zeros(size, dtype=values_N.dtype, device=values_N.device).index_add_(0, index_N, values_N)
 
 
 def mean_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
@@ -45,8 +46,12 @@ def _variance_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
 
 
 def _range_by(values_N: Tensor, index_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    low = torch.full((size,), torch.inf, dtype=values_N.dtype).scatter_reduce_(0, index_N, values_N, "amin")
-    high = torch.full((size,), -torch.inf, dtype=values_N.dtype).scatter_reduce_(0, index_N, values_N, "amax")
+    low = torch.full((size,), torch.inf, dtype=values_N.dtype, device=values_N.device).scatter_reduce_(
+        0, index_N, values_N, "amin"
+    )
+    high = torch.full((size,), -torch.inf, dtype=values_N.dtype, device=values_N.device).scatter_reduce_(
+        0, index_N, values_N, "amax"
+    )
     return low, high
 
 
@@ -89,7 +94,9 @@ def capability_advantages(
     mu_KP, guarded_KP = [], []
     for k in range(K):
         mu_P = mean_by(omega_KK[k, source_N] * rewards_N, prompt_N, P)
-        outside_P = (mu_P < low_P) | (mu_P > high_P)
+        # A mu_k on the edge is inside, in whatever order its sum was rounded.
+        edge_P = EDGE * (high_P - low_P)
+        outside_P = (mu_P < low_P - edge_P) | (mu_P > high_P + edge_P)
         guarded_KP.append(outside_P & spread_P & baseline_guard)
         if baseline_guard:
             own_N = source_N == k

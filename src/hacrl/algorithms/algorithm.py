@@ -43,7 +43,7 @@ class Sequences:
 
     @property
     def logp_N(self) -> Tensor:
-        return (self.logp_NT * self.mask_NT).sum(1)
+        return torch.where(self.mask_NT, self.logp_NT, 0.0).sum(1)
 
     @property
     def length_N(self) -> Tensor:
@@ -72,6 +72,7 @@ class Algorithm(ABC):
     shares_rollouts: ClassVar[bool] = False
     """Whether a learner also uses the rollouts of the others."""
 
+    name: str = ""
     beta: float = 0.0
     """Weight of the KL divergence to the starting model, on own rollouts."""
 
@@ -93,7 +94,7 @@ class Algorithm(ABC):
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
         """What multiplies each rollout's advantage because of who made it."""
-        return torch.ones(len(source_N), dtype=omega_KK.dtype)
+        return torch.ones(len(source_N), dtype=omega_KK.dtype, device=source_N.device)
 
     @abstractmethod
     def terms(self, sequences: Sequences, update: int) -> Terms:
@@ -101,7 +102,7 @@ class Algorithm(ABC):
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         """The factor of each term in the objective of one update: one mean over all rollouts."""
-        return torch.full(source_N.shape, 1 / max(len(source_N), 1), dtype=torch.float64)
+        return torch.full(source_N.shape, 1 / max(len(source_N), 1), dtype=torch.float64, device=source_N.device)
 
     def check_schedule(self, updates_per_step: int) -> None:
         """Raise ValueError if the options make no sense for so many updates a step."""

@@ -28,9 +28,7 @@ class CapabilityOptions:
         if self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}")
         if not 0 < self.ratio_min <= 1 <= self.ratio_max:
-            raise ValueError(
-                f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}"
-            )
+            raise ValueError(f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}")
 
 
 class CapabilityTracker:
@@ -39,9 +37,7 @@ class CapabilityTracker:
     def __init__(self, num_agents: int, options: CapabilityOptions) -> None:
         self.options = options
         # One more than the window: without the current step, the window ends one step earlier.
-        self._history: list[deque[tuple[int, float]]] = [
-            deque(maxlen=options.window + 1) for _ in range(num_agents)
-        ]
+        self._history: list[deque[tuple[int, float]]] = [deque(maxlen=options.window + 1) for _ in range(num_agents)]
         self._step = 0
 
     def update(self, performances: Sequence[float | None]) -> None:
@@ -64,15 +60,15 @@ class CapabilityTracker:
         return {"step": self._step, "history": [list(history) for history in self._history]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["history"]) != len(self._history):
+            raise ValueError(f"the saved window has {len(state['history'])} agents, not {len(self._history)}")
         self._step = state["step"]
         for history, saved in zip(self._history, state["history"], strict=True):
             history.clear()
             history.extend((step, performance) for step, performance in saved)
 
 
-def capability_ratios(
-    capabilities: Sequence[float | None], ratio_min: float = 0.1, ratio_max: float = 10.0
-) -> Tensor:
+def capability_ratios(capabilities: Sequence[float | None], ratio_min: float = 0.1, ratio_max: float = 10.0) -> Tensor:
     """omega[k, j] = clamp(C_k / C_j): agents x agents, float64. A ratio with an unknown C is 1."""
     n = len(capabilities)
     omega_KK = torch.ones(n, n, dtype=torch.float64)

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 
-def clipped_minimum(
-    ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float
-) -> tuple[Tensor, Tensor]:
+def clipped_minimum(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
     """min(s A, clip(s, 1 - eps_low, 1 + eps_high) A) and whether it has a gradient.
 
     Elementwise: sequences for GSPO, tokens for GRPO.

@@ -7,14 +7,12 @@ import torch
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
 from hacrl.algorithms.clipping import clipped_minimum
-from hacrl.algorithms.importance import sequence_log_ratio
+from hacrl.algorithms.importance import has_gradient, sequence_log_ratio
 
 
 def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float) -> Terms:
     """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len)."""
-    log_ratio_N = sequence_log_ratio(
-        sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N
-    )
+    log_ratio_N = sequence_log_ratio(sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N)
     ratio_N, advantage_N = log_ratio_N.exp(), sequences.advantage_N
     objective_N, kept_N = clipped_minimum(ratio_N, advantage_N, epsilon, epsilon_high)
     clipped_N = ratio_N.clamp(1 - epsilon, 1 + epsilon_high)
@@ -23,7 +21,7 @@ def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float) -> Ter
         log_ratio_N.detach(),
         torch.full_like(log_ratio_N, 1 - epsilon),
         torch.full_like(log_ratio_N, 1 + epsilon_high),
-        kept_N,
+        kept_N & has_gradient(log_ratio_N),
         torch.where(
             advantage_N >= 0,
             torch.minimum(ratio_N, clipped_N),

@@ -19,7 +19,7 @@ from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
 from hacrl.algorithms.clipping import stepwise_clip, stepwise_lower_bound
 from hacrl.algorithms.gspo import gspo_terms
-from hacrl.algorithms.importance import exponential_ratio, sequence_log_ratio
+from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequence_log_ratio
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,29 @@ class HACPO(Algorithm):
 
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
-        if self.cross_clip and last >= 1 and not self.allow_closed_band:
+        if self.cross_clip and last >= 1 - 1e-12 and not self.allow_closed_band:
             raise ValueError(
                 f"with delta {self.delta} and delta_step {self.delta_step} the band of foreign "
                 f"ratios closes before the last of the {updates_per_step} updates of a step; use a "
-                f"delta_step below {self.delta / (updates_per_step - 1):.4g}, fewer updates (a larger "
+                f"delta_step below {0.999 * self.delta / max(updates_per_step - 1, 1):.3g}, fewer updates (a larger "
                 "rollouts_per_update), or allow_closed_band: true"
             )
 
     def tracker(self, num_agents: int) -> CapabilityTracker:
         return CapabilityTracker(num_agents, self.capability)
 
-    def performance(self, rewards_N: Tensor) -> float:
-        lowest = float(rewards_N.min())
+    def _shifted(self, rewards_N: Tensor) -> Tensor:
+        """Rewards counted from `reward_min`, as a ratio of means needs them."""
+        lowest = float(rewards_N.min()) if len(rewards_N) else self.reward_min
         if lowest < self.reward_min:
             raise ValueError(
                 f"a reward of {lowest:g} is below reward_min ({self.reward_min:g}); capability is a "
                 f"ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
             )
-        shifted_N = rewards_N - self.reward_min
+        return rewards_N - self.reward_min
+
+    def performance(self, rewards_N: Tensor) -> float:
+        shifted_N = self._shifted(rewards_N)
         if self.capability.metric == "positive_rate":
             shifted_N = (shifted_N > 0).to(rewards_N)
         return float(shifted_N.mean())
@@ -96,7 +100,7 @@ class HACPO(Algorithm):
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
         return capability_advantages(
-            rewards_N - self.reward_min,
+            self._shifted(rewards_N),
             prompt_N,
             source_N,
             learner,
@@ -142,7 +146,7 @@ class HACPO(Algorithm):
         else:
             lower, upper = 0.0, torch.inf
             weight_N = exponential_ratio(ratio_N, self.alpha)
-            kept_N = torch.ones_like(sequences.own_N)
+            kept_N = has_gradient(log_ratio_N)
         weight_N = weight_N * sequences.omega_N
         return Terms(
             weight_N * sequences.advantage_N,

@@ -16,6 +16,11 @@ def sequence_log_ratio(logp_N: Tensor, length_N: Tensor, old_logp_N: Tensor, old
     return log_ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def has_gradient(log_ratio_N: Tensor) -> Tensor:
+    """Whether the clamp of `sequence_log_ratio` let a gradient through."""
+    return log_ratio_N.abs() < LOG_RATIO_LIMIT
+
+
 def exponential_ratio(ratio_N: Tensor, alpha: float) -> Tensor:
     """s * stopgrad(min(s, 1))^alpha: the further the learner is from the source, the less it moves."""
     return ratio_N * ratio_N.detach().clamp(max=1.0) ** alpha

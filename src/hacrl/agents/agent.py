@@ -1,0 +1,148 @@
+"""One agent: a policy that samples completions and learns from its own and from others'."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hacrl.agents.learning import Learner, LearnResult, Lesson
+from hacrl.agents.loading import end_of_turn_ids, load_model, load_tokenizer
+from hacrl.agents.retokenize import Dropped, Retokenizer, decode
+from hacrl.algorithms import Algorithm
+from hacrl.config import AgentConfig
+from hacrl.errors import UserError
+from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.native import NativeEngine
+from hacrl.rollouts.rollout import Rollout
+from hacrl.seeding import SAMPLE, derive_seed
+from hacrl.tasks.problem import Problem, Prompt
+
+
+class Agent:
+    def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int) -> None:
+        self.config, self.index, self.algorithm, self.seed = config, index, algorithm, seed
+        self.tokenizer = load_tokenizer(config)
+        self.model = load_model(config)
+        self.device = next(self.model.parameters()).device
+        self.stop_ids = end_of_turn_ids(self.model, self.tokenizer, config.id)
+        self.retokenizer = Retokenizer(self.tokenizer, self.stop_ids[0], config.max_completion_length)
+        self.engine = NativeEngine(self.model, self.tokenizer, self.stop_ids, config.sampling_batch_size)
+        reference = load_model(config).requires_grad_(False) if algorithm.beta or config.log_kl else None
+        self.learner = Learner(config, index, algorithm, self.model, reference, pad_id=self.stop_ids[0])
+
+    # --- prompts -----------------------------------------------------------------------------------
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, through the model's own chat template if it has one."""
+        system = self.config.system_prompt
+        if not self.has_chat_template:
+            if not isinstance(prompt, str) or system:
+                what = "a system_prompt" if system else "chat messages"
+                raise UserError(
+                    f"agents.{self.config.id}: {self.config.model} has no chat template, so it cannot be given "
+                    f"{what}. Use string prompts without one, or a model with a chat template."
+                )
+            return list(self.tokenizer.encode(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        ids = self.render(problem.prompt)
+        if len(ids) > self.config.max_prompt_length:
+            raise UserError(
+                f"The prompt of {problem.id} has {len(ids)} tokens for agent {self.config.id}, more than "
+                f"max_prompt_length ({self.config.max_prompt_length}). Raise it or remove the problem."
+            )
+        return ids
+
+    def check_prompts(self, problems: Sequence[Problem]) -> None:
+        for problem in problems:
+            self.prompt_ids(problem)
+
+    # --- sampling ----------------------------------------------------------------------------------
+
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
+        """`num_generations` rollouts of each problem, in order."""
+        config = self.config
+        params = SamplingParams(
+            config.num_generations,
+            config.max_completion_length,
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            tuple(config.stop),
+        )
+        prompts = [self.prompt_ids(problem) for problem in problems]
+        seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
+        special = set(self.tokenizer.all_special_ids) | set(self.stop_ids)
+        rollouts = []
+        for position, group in enumerate(self.engine.sample(prompts, params, seed)):
+            for index, completion in enumerate(group):
+                ids = completion.token_ids
+                content = ids[:-1] if completion.ended else ids
+                rollouts.append(
+                    Rollout(
+                        step=step,
+                        prompt_id=problems[position].id,
+                        prompt=problems[position].prompt,
+                        prompt_index=position,
+                        source=self.index,
+                        index=index,
+                        text=decode(self.tokenizer, content),
+                        token_ids=ids,
+                        logps=completion.logps,
+                        finish_reason=completion.finish_reason,
+                        ended=completion.ended,
+                        special_inside=not special.isdisjoint(content),
+                        vocabulary=self.retokenizer.vocabulary,
+                        policy_version=self.learner.updates,
+                    )
+                )
+        return rollouts
+
+    def answer(self, problems: Sequence[Problem]) -> list[str]:
+        """One greedy answer to each problem."""
+        params = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop))
+        groups = self.engine.sample([self.prompt_ids(problem) for problem in problems], params, seed=0)
+        return [decode(self.tokenizer, completion.token_ids) for (completion,) in groups]
+
+    # --- learning ----------------------------------------------------------------------------------
+
+    def learn(self, lesson: Lesson) -> LearnResult:
+        """One pass or more over the step's rollouts, an optimizer update for each mini-batch."""
+        tokens: dict[int, list[int]] = {}
+        dropped: Counter[tuple[int, str]] = Counter()
+        for row, rollout in enumerate(lesson.rollouts):
+            if self.config.mask_truncated_completions and rollout.finish_reason == "length":
+                dropped[rollout.source, "truncated"] += 1
+                continue
+            try:
+                own = rollout.source == self.index
+                tokens[row] = rollout.token_ids if own else self.retokenizer(rollout)
+            except Dropped as reason:
+                dropped[rollout.source, str(reason)] += 1
+        prompts = [self.render(prompt) for prompt in lesson.prompts]
+        result = self.learner.learn(lesson, prompts, tokens)
+        result.dropped = dropped
+        return result
+
+    # --- checkpoints -------------------------------------------------------------------------------
+
+    def save(self, model_dir: Path, state_file: Path) -> None:
+        self.model.save_pretrained(model_dir)
+        self.tokenizer.save_pretrained(model_dir)
+        torch.save(self.learner.state_dict(), state_file)
+
+    def load(self, model_dir: Path, state_file: Path) -> None:
+        self.model.load_state_dict(load_model(self.config, model_dir).state_dict())
+        self.learner.load_state_dict(torch.load(state_file, map_location=self.device, weights_only=True))

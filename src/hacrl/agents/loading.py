@@ -1,0 +1,112 @@
+"""Models and tokenizers from the zoo, a local folder or the Hugging Face hub."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from hacrl.config import AgentConfig, nearest
+from hacrl.errors import UserError
+
+disable_progress_bar()
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ZOO = Path(__file__).parent / "zoo" / "models"
+
+
+def zoo_names() -> list[str]:
+    return sorted(path.parent.name for path in ZOO.glob("*/config.json"))
+
+
+def resolve_model(model: str, where: str = "model") -> str:
+    """The folder or hub id that a `model` setting means; UserError if there is no such thing."""
+    if model.startswith("zoo:"):
+        name = model.removeprefix("zoo:")
+        if name not in zoo_names():
+            raise UserError(f"{where}: the zoo has no model {name!r}{nearest(name, zoo_names())}")
+        return str(ZOO / name)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{where}: the folder {model} has no config.json, so it is not a saved model.")
+        return str(path)
+    is_hub_id = len(model.split("/")) == 2 and not model.startswith((".", "/", "~"))
+    if path.exists() or not is_hub_id:
+        raise UserError(
+            f"{where}: there is no folder {model}. Give zoo:NAME (see `hacrl models`), a folder written by "
+            "save_pretrained, or a hub id such as org/name."
+        )
+    return model
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device: {device!r} is not a device; use auto, cpu, cuda or cuda:N.") from None
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device: {device} was asked for, but this machine has {torch.cuda.device_count()} GPUs.")
+    return resolved
+
+
+def load_model_config(config: AgentConfig) -> Any:
+    source = resolve_model(config.model, f"agents.{config.id}.model")
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(config, error) from None
+
+
+def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
+    source = resolve_model(config.model, f"agents.{config.id}.model")
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(config, error) from None
+
+
+def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
+    """The model in its training dtype on its device, without dropout; safetensors only."""
+    source = source or resolve_model(config.model, f"agents.{config.id}.model")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=DTYPES[config.dtype],
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        raise _not_loaded(config, error) from None
+    return model.to(resolve_device(config.device)).eval()
+
+
+def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> list[int]:
+    """Tokens that end a turn. The tokenizer's own comes first: the one a learner appends."""
+    generation: Any = model.generation_config
+    configured = generation.eos_token_id if generation is not None else None
+    listed = configured if isinstance(configured, list) else [configured]
+    ids = [token for token in [tokenizer.eos_token_id, *listed] if token is not None]
+    if not ids:
+        raise UserError(
+            f"agents.{agent_id}: the model has no end-of-turn token. Set eos_token in its tokenizer_config.json "
+            "or eos_token_id in its generation_config.json."
+        )
+    return list(dict.fromkeys(ids))
+
+
+def count_parameters(config: AgentConfig) -> int:
+    """From the model's configuration alone: no weights are read."""
+    model_config = load_model_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _not_loaded(config: AgentConfig, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(f"agents.{config.id}.model: {config.model} could not be loaded: {reason}")

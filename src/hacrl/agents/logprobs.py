@@ -1,0 +1,54 @@
+"""Log-probabilities of given completions under a model: the learner's side of every ratio."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hacrl.rollouts.native import pad_left
+
+
+@dataclass
+class TokenLogprobs:
+    logp_NT: Tensor
+    mask_NT: Tensor
+    entropy_NT: Tensor
+    """Entropy of the next-token distribution at each position; no gradient."""
+
+
+def completion_logprobs(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    temperature: float,
+    pad_id: int,
+) -> TokenLogprobs:
+    """log p(token | prompt, tokens before it) at the given temperature, for N completions.
+
+    Prompts are padded on the left and completions on the right, so that all completions begin at the
+    same column and only their positions go through the vocabulary projection.
+    """
+    device = next(model.parameters()).device
+    T = max(len(completion) for completion in completions)
+    ids_NL, prompt_mask_NL = pad_left(prompts, max(len(p) for p in prompts), pad_id, device)
+    ids_NT = torch.full((len(completions), T), pad_id, dtype=torch.long)
+    mask_NT = torch.zeros(len(completions), T, dtype=torch.bool)
+    for row, completion in enumerate(completions):
+        ids_NT[row, : len(completion)] = torch.tensor(completion, dtype=torch.long)
+        mask_NT[row, : len(completion)] = True
+    ids_NT, mask_NT = ids_NT.to(device), mask_NT.to(device)
+
+    attention_NS = torch.cat([prompt_mask_NL, mask_NT.long()], dim=1)
+    logits_NTV = model(
+        input_ids=torch.cat([ids_NL, ids_NT], dim=1),
+        attention_mask=attention_NS,
+        position_ids=(attention_NS.cumsum(1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=T + 1,
+    ).logits[:, :-1]
+    logp_NTV = (logits_NTV.float() / temperature).log_softmax(-1)
+    logp_NT = logp_NTV.gather(-1, ids_NT[..., None]).squeeze(-1)
+    with torch.no_grad():
+        entropy_NT = -(logp_NTV.exp() * logp_NTV).sum(-1)
+    return TokenLogprobs(torch.where(mask_NT, logp_NT, 0.0), mask_NT, entropy_NT * mask_NT)

@@ -1,0 +1,178 @@
+"""The command line: parse, call, print."""
+
+import errno
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hacrl.config import RunConfig
+from hacrl.errors import TrainingDiverged, UserError
+
+app = typer.Typer(
+    help="Heterogeneous agents learn together: reinforcement learning with verifiable rewards, shared rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Source = Annotated[str, typer.Argument(metavar="PRESET_OR_YAML", help="A preset, a YAML file, or a run to resume.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example algorithm.alpha=3 seed=1.")
+]
+
+
+@app.command()
+def train(
+    source: Source,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and stop.")] = False,
+) -> None:
+    """Train the agents of a preset or a YAML file."""
+    from hacrl.training.run import resumed_config
+    from hacrl.training.run import train as train_run
+
+    config = resumed_config(source, overrides or []) if resume else RunConfig.load(source, overrides or [])
+    if dry_run:
+        print_plan(config)
+        return
+    result = train_run(config, resume=resume, console=console)
+    if result.already_finished:
+        console.print(f"{result.run_dir} is already finished: {result.summary['steps']} steps. Nothing to do.")
+    print_summary(result.run_dir, result.summary)
+
+
+@app.command()
+def demo(
+    output_dir: Annotated[str | None, typer.Option(help="Default: the next free runs/demo-N.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train the demo pair together (HACPO) and alone (GSPO), and compare."""
+    from hacrl.demo import run_demo
+
+    run_demo(console, output_dir, overrides or [])
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="zoo:NAME, a folder, a hub id, or a run.")],
+    config: Annotated[str, typer.Option(help="A preset or YAML file whose task and settings are used.")] = "demo",
+    checkpoint: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")] = None,
+    problems: Annotated[int | None, typer.Option(help="How many held-out problems.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write every answer with its verdict to this file.")] = None,
+) -> None:
+    """Accuracy on held-out problems of a model, or of every agent of a run."""
+    from hacrl.evaluation import evaluate_target
+
+    table = Table(title=f"Held-out accuracy of {target}", title_justify="left")
+    for name in ("agent", "model", "accuracy", "95 % interval", "problems", "unverified"):
+        table.add_column(name, justify="left" if name in ("agent", "model") else "right")
+    for row in evaluate_target(target, config, checkpoint, problems, output):
+        interval = f"{row.low:.3f} – {row.high:.3f}"
+        table.add_row(row.agent, row.model, f"{row.accuracy:.3f}", interval, str(row.problems), str(row.unverified))
+    console.print(table)
+
+
+@app.command()
+def rollouts(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    step: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="Which prompt of the step, from 0; default: the first few.")
+    ] = None,
+    agent: Annotated[str | None, typer.Option(help="Only this agent's.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts to show.")] = 3,
+) -> None:
+    """Show the rollouts of a step, all agents' answers to one prompt together."""
+    from hacrl.training.browse import show_rollouts
+
+    show_rollouts(console, run, step, prompt, agent, limit)
+
+
+@app.command()
+def models() -> None:
+    """List the bundled models and the presets that use them."""
+    from hacrl.agents.zoo.catalog import catalog
+    from hacrl.config import PRESETS, preset_names, read_source
+
+    table = Table(title="The zoo: tiny models for experiments on a laptop", title_justify="left")
+    for name in ("model", "architecture", "tokenizer", "parameters", "accuracy (validation)"):
+        table.add_column(name, justify="right" if name in ("parameters", "accuracy (validation)") else "left")
+    for row in catalog():
+        accuracy = f"{row.validation_accuracy:.2f}"
+        table.add_row(f"zoo:{row.name}", row.architecture, row.tokenizer, f"{row.parameters:,}", accuracy)
+    console.print(table)
+    presets = Table(title="Presets", title_justify="left")
+    for name in ("preset", "agents", "about"):
+        presets.add_column(name)
+    for name in preset_names():
+        data, _ = read_source(name)
+        first_line = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        presets.add_row(name, " + ".join(agent["model"] for agent in data["agents"]), first_line.removeprefix("# "))
+    console.print(presets)
+
+
+def print_plan(config: RunConfig) -> None:
+    from hacrl.training.plan import plan
+
+    print(config.to_yaml())
+    table = Table(title="Per step", title_justify="left")
+    names = ("agent", "parameters", "rollouts sampled", "rollouts used", "updates", "memory (GiB, estimate)")
+    for name in names:
+        table.add_column(name, justify="left" if name == "agent" else "right")
+    for row in plan(config):
+        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
+        memory = f"{sum(row.memory.values()):.2f} = {parts}"
+        counts = (row.parameters, row.rollouts_sampled, row.rollouts_used, row.updates)
+        table.add_row(row.id, *[f"{count:,}" for count in counts], memory)
+    console.print(table)
+    console.print(
+        f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
+        f"{config.max_steps * config.rollouts_per_step:,} rollouts in all."
+    )
+
+
+def print_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    table = Table(title=f"{summary['algorithm']}, {summary['steps']} steps", title_justify="left")
+    for name in ("agent", "start", "final", "rollouts", "updates", "unverified", "dropped"):
+        table.add_column(name, justify="left" if name == "agent" else "right")
+    for agent_id, agent in summary["agents"].items():
+        accuracies = [
+            "–" if agent[key] is None else f"{agent[key]:.3f}" for key in ("start_accuracy", "final_accuracy")
+        ]
+        counts = [f"{agent.get(name, 0):,}" for name in ("rollouts", "updates", "unverified", "dropped")]
+        table.add_row(agent_id, *accuracies, *counts)
+    console.print(table)
+    console.print(f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}", highlight=False)
+
+
+def fail(message: str, code: int) -> None:
+    Console(stderr=True).print(Text.assemble(("error ", "bold red"), message), soft_wrap=True)
+    sys.exit(code)
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        fail(str(error), 2)
+    except TrainingDiverged as error:
+        fail(f"{error} The last checkpoint is intact; continue from it with --resume.", 1)
+    except KeyboardInterrupt:
+        fail("interrupted; continue with `hacrl train RUN --resume`.", 130)
+    except OSError as error:
+        if error.errno not in OUT_OF_SPACE:
+            raise
+        fail(f"The disk is full ({error}). Free some space, then continue with `hacrl train RUN --resume`.", 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""A whole run as one typed tree. Every default lives here or in the algorithm's own file.
+
+`RunConfig.load` reads a preset or a YAML file, applies `key=value` overrides and refuses unknown keys,
+wrong types and impossible combinations before anything is loaded.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from hacrl.algorithms import ALGORITHMS, HACPO, Algorithm, CapabilityOptions
+from hacrl.errors import UserError
+
+PRESETS = Path(__file__).parent / "presets"
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors, and so are true/false where a number is meant."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True, validate_default=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_booleans_for_numbers(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, value in data.items():
+                field = cls.model_fields.get(name)
+                if isinstance(value, bool) and field and field.annotation in (int, float):
+                    raise ValueError(f"{name} is a number, not {str(value).lower()}")
+        return data
+
+
+class Settings(Strict):
+    """Settings of an agent. Given for the run they hold for all agents; an agent may override each."""
+
+    num_generations: Positive = 8
+    """G: completions sampled for each prompt."""
+    max_prompt_length: Positive = 512
+    max_completion_length: Positive = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    """0: no limit."""
+    stop: list[str] = []
+    """Strings that end a completion, besides the model's end-of-turn tokens."""
+    num_iterations: Positive = 1
+    """Passes over a batch."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    """Training steps over which the learning rate rises to its full value."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    micro_batch_size: Positive = 64
+    """Rollouts in one forward and backward pass. Changes memory and speed only."""
+    sampling_batch_size: Positive = 512
+    """Completions decoded at once."""
+    mask_truncated_completions: bool = False
+    """Leave completions that were cut off out of the objective (they still count in the baseline)."""
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, for example {enable_thinking: false}."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    """auto: the first GPU if there is one."""
+    trust_remote_code: bool = False
+    log_kl: bool = True
+    """Log the KL divergence to the starting model even when beta is 0; keeps a copy of its weights."""
+    max_logprob_gap: Annotated[float, Field(gt=0)] = 0.05
+    """Largest mean difference, per token, between recorded and recomputed log-probabilities."""
+
+
+class AgentConfig(Settings):
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    model: str
+    """zoo:NAME, a local folder, or a Hugging Face hub id."""
+
+
+class RewardConfig(Strict):
+    name: str
+    """exact, math, or module:function."""
+    weight: float = 1.0
+
+
+class TaskConfig(Strict):
+    """Where problems come from and how answers are verified."""
+
+    name: Literal["arithmetic"] | None = None
+    """A built-in procedural task. Otherwise give `train`."""
+    min_operators: Positive = 2
+    max_operators: Positive = 4
+    max_operand: Annotated[int, Field(ge=9, le=99)] = 99
+    train: str | None = None
+    """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""
+    eval: str | None = None
+    subset: str | None = None
+    train_split: str = "train"
+    eval_split: str = "test"
+    """Split of a hub data set; for arithmetic `test` or `validation`."""
+    eval_size: Positive = 500
+    """At most so many held-out problems are used during training."""
+    reward: str | list[RewardConfig] | None = None
+    """exact, math or module:function; or a list of them with weights."""
+    reward_timeout: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds for one completion in `math`."""
+    reward_call_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds for one call of your own function."""
+    reward_workers: Positive = 2
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.name is None) == (self.train is None):
+            raise ValueError("give either name (a built-in task: arithmetic) or train (a file), not both")
+        if self.name is None and self.reward is None:
+            raise ValueError("reward is missing: exact, math or module:function")
+        if self.name is not None and self.reward is not None:
+            raise ValueError(f"the task {self.name} has its own verifier: remove reward")
+        if self.min_operators > self.max_operators:
+            raise ValueError("min_operators is larger than max_operators")
+        if self.name == "arithmetic" and self.eval_split not in ("test", "validation"):
+            raise ValueError("eval_split of arithmetic is test or validation")
+        return self
+
+    @property
+    def rewards(self) -> list[RewardConfig]:
+        if isinstance(self.reward, str):
+            return [RewardConfig(name=self.reward)]
+        return self.reward or []
+
+
+class RunConfig(Settings):
+    algorithm: Annotated[
+        InstanceOf[Algorithm],
+        PlainSerializer(lambda algorithm: dataclasses.asdict(algorithm), dict),
+    ] = HACPO()
+    agents: Annotated[list[AgentConfig], Field(min_length=1)]
+    task: TaskConfig
+    prompts_per_step: Positive = 32
+    rollouts_per_update: Positive = 128
+    """The same for every algorithm: who sees more rollouts makes more updates."""
+    max_steps: Positive = 60
+    eval_every: Count = 20
+    """Steps between evaluations on held-out problems; 0: at the start and the end only."""
+    save_every: Count = 20
+    """Steps between checkpoints; 0: at the end only."""
+    save_total_limit: Positive | None = None
+    """How many checkpoints are kept, besides the best."""
+    keep_best: bool = False
+    """Also save when the mean held-out accuracy is the best so far, and never delete that checkpoint."""
+    dynamic_sampling: bool = False
+    """Replace prompts whose rewards are all equal by further ones (DAPO)."""
+    dynamic_sampling_rounds: Positive = 3
+    """At most so many rounds of sampling a step."""
+    seed: Count = 0
+    trace: bool = False
+    """Write one line for every rollout each learner used in each update."""
+    output_dir: str = "runs/default"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_settings(cls, data: Any) -> Any:
+        """What is set for the run holds for each agent that does not set it itself."""
+        if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
+            return data
+        shared = {name: data[name] for name in Settings.model_fields if name in data}
+        agents = [{**shared, **agent} if isinstance(agent, dict) else agent for agent in data["agents"]]
+        return {**data, "agents": agents}
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _parse_algorithm(cls, value: Any) -> Algorithm:
+        return parse_algorithm(value)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        ids = [agent.id for agent in self.agents]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
+        for agent in self.agents:
+            where = f"agents.{agent.id}"
+            if agent.num_generations == 1 and (not self.algorithm.shares_rollouts or len(ids) == 1):
+                raise ValueError(f"{where}.num_generations: 1 gives no group to compare with; use at least 2")
+            try:
+                self.algorithm.check_schedule(self.updates_per_step(agent) * agent.num_iterations)
+            except ValueError as error:
+                raise ValueError(f"algorithm: {error}") from error
+        return self
+
+    def rollouts_per_prompt(self, learner: AgentConfig) -> int:
+        """How many rollouts of a prompt a learner uses."""
+        if self.algorithm.shares_rollouts:
+            return sum(agent.num_generations for agent in self.agents)
+        return learner.num_generations
+
+    def updates_per_step(self, learner: AgentConfig) -> int:
+        """Mini-batches of one pass: rollouts used / rollouts_per_update, each of at least one prompt."""
+        rollouts = self.prompts_per_step * self.rollouts_per_prompt(learner)
+        return min(max(round(rollouts / self.rollouts_per_update), 1), self.prompts_per_step)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.prompts_per_step * sum(agent.num_generations for agent in self.agents)
+
+    @classmethod
+    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """A preset's name or a YAML file, with `key=value` overrides; UserError if anything is wrong."""
+        data, where = read_source(source)
+        return cls.from_dict(apply_overrides(data, list(overrides)), where)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise UserError(f"{where}: " + "\n".join(explain(error))) from None
+
+    def to_yaml(self) -> str:
+        """The resolved config; an agent's settings only where they differ from the run's."""
+        data = self.model_dump(mode="json")
+        for agent in data["agents"]:
+            for name in Settings.model_fields:
+                if agent[name] == data[name]:
+                    del agent[name]
+        order = ["algorithm", "agents", "task"]
+        data = {**{name: data[name] for name in order}, **data}
+        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def parse_algorithm(value: Any) -> Algorithm:
+    """An algorithm from its section of the config: `name` chooses, the rest are its options."""
+    if isinstance(value, Algorithm):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
+    name = value.get("name")
+    if name not in ALGORITHMS:
+        raise ValueError(f"name: {name!r} is no algorithm{nearest(str(name), ALGORITHMS)}")
+    check_keys(value, ALGORITHMS[name], f"algorithm ({name})")
+    if isinstance(value.get("capability"), dict):
+        check_keys(value["capability"], CapabilityOptions, "algorithm.capability")
+    for key, option in value.items():
+        field_type = {field.name: field.type for field in dataclasses.fields(ALGORITHMS[name])}[key]
+        if isinstance(option, bool) and field_type is float:
+            raise ValueError(f"{key} is a number, not {str(option).lower()}")
+    try:
+        return TypeAdapter(ALGORITHMS[name]).validate_python(value)
+    except ValidationError as error:
+        raise ValueError("; ".join(explain(error))) from None
+
+
+def check_keys(data: dict[str, Any], options: type, where: str) -> None:
+    known = [field.name for field in dataclasses.fields(options)]
+    for key in data:
+        if key not in known:
+            raise ValueError(f"{where} has no option {key!r}{nearest(str(key), known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(known)}"
+
+
+SECTIONS: dict[tuple[str, ...], type[Strict]] = {
+    (): RunConfig,
+    ("agents",): AgentConfig,
+    ("task",): TaskConfig,
+    ("task", "reward"): RewardConfig,
+}
+
+
+def explain(error: ValidationError) -> list[str]:
+    """One line for each mistake: the place, the value and what to do."""
+    lines = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"] if part != "list[RewardConfig]")
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] == "extra_forbidden":
+            section = tuple(part for part in item["loc"][:-1] if isinstance(part, str))
+            section = tuple(part for part in section if part != "list[RewardConfig]")
+            key, model = str(item["loc"][-1]), SECTIONS.get(section, RunConfig)
+            if model is AgentConfig and key in RunConfig.model_fields:
+                message = f"{key} is a setting of the whole run, not of one agent"
+            else:
+                message = f"unknown key {key!r}{nearest(key, model.model_fields)}"
+        elif item["type"] == "missing":
+            message = "missing"
+        elif item["type"] != "value_error":
+            message = f"{message} (got {item['input']!r})"
+        lines.append(f"{place}: {message}" if place else message)
+    return lines
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
+    path = Path(source)
+    if str(source) in preset_names():
+        path = PRESETS / f"{source}.yaml"
+    elif not path.is_file():
+        if path.suffix in (".yaml", ".yml") or path.parent != Path():
+            raise UserError(
+                f"There is no file {path}. A preset ({', '.join(preset_names())}) or a YAML file is needed."
+            )
+        raise UserError(f"{str(source)!r} is neither a file nor a preset{nearest(str(source), preset_names())}")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold keys and values (algorithm, agents, task, ...).")
+    return data, str(source)
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`a.b.c=value`; the last one wins; another algorithm.name starts from that algorithm's defaults."""
+    pairs: list[tuple[list[str], Any]] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r} is not of the form key=value, for example algorithm.alpha=3.")
+        try:
+            pairs.append((key.split("."), yaml.safe_load(text)))
+        except yaml.YAMLError as error:
+            raise UserError(f"The value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
+    # The name decides which options exist, so it comes before them wherever it stands.
+    pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
+    for path, value in pairs:
+        renamed = path == ["algorithm", "name"] and (data.get("algorithm") or {}).get("name") != value
+        if renamed or (path == ["algorithm"] and isinstance(value, str)):
+            data = {**data, "algorithm": {"name": value}}
+        else:
+            data = _replace(data, path, value, ".".join(path))
+    return data
+
+
+def _replace(node: Any, path: Sequence[str], value: Any, where: str) -> Any:
+    """A copy of the tree with one place changed. List items are found by position or by their id."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(node, list):
+        ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(node)]
+        position = ids.index(key) if key in ids else int(key) if key.isdigit() else -1
+        if not 0 <= position < len(node):
+            raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
+        return [_replace(item, rest, value, where) if i == position else item for i, item in enumerate(node)]
+    if node is None:
+        node = {}
+    if not isinstance(node, dict):
+        raise UserError(f"{where}: {key!r} cannot be set, because its parent is the value {node!r}.")
+    return {**node, key: _replace(node.get(key), rest, value, where)}

@@ -1,0 +1,94 @@
+"""Held-out accuracy of a model, or of every agent of a run."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacrl.agents.agent import Agent
+from hacrl.algorithms import GSPO
+from hacrl.config import AgentConfig, RunConfig
+from hacrl.errors import UserError
+from hacrl.tasks import build_task
+from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of
+from hacrl.training.run_dir import RunDir, to_json, write_atomically
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    agent: str
+    model: str
+    accuracy: float
+    low: float
+    high: float
+    """Wilson's 95 % interval over the problems."""
+    problems: int
+    unverified: int
+
+
+def evaluate_target(
+    target: str, config_source: str, step: int | None, num_problems: int | None, output: Path | None
+) -> Iterator[Accuracy]:
+    """Greedy answers to the held-out problems of the run's task, or of the given config's."""
+    if output is not None and output.exists():
+        raise UserError(f"{output} already exists. Choose another --output.")
+    config, agents = _agents(target, config_source, step)
+    task_config = config.task.model_copy(update={"eval_size": num_problems} if num_problems else {})
+    task, _ = build_task(task_config, config.seed)
+    if not task.eval_problems:
+        raise UserError("There are no held-out problems: the config's task has no `eval`.")
+    lines = []
+    with task.verifier:
+        for index, agent_config in enumerate(agents):
+            agent = Agent(agent_config, index, GSPO(), config.seed)
+            texts = agent.answer(task.eval_problems)
+            verdicts = task.score(task.eval_problems, texts)
+            for problem, text, verdict in zip(task.eval_problems, texts, verdicts, strict=True):
+                lines.append(
+                    {
+                        "agent": agent_config.id,
+                        "prompt_id": problem.id,
+                        "prompt": problem.prompt,
+                        "answer": problem.answer,
+                        "text": text,
+                        "reward": verdict.reward,
+                        "problem": verdict.problem,
+                    }
+                )
+            rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
+            accuracy = sum(rewards) / len(rewards) if rewards else math.nan
+            low, high = wilson_interval(accuracy, len(rewards))
+            unverified = len(verdicts) - len(rewards)
+            yield Accuracy(agent_config.id, agent_config.model, accuracy, low, high, len(verdicts), unverified)
+    if output is not None:
+        write_atomically(output, "".join(to_json(line) + "\n" for line in lines))
+
+
+def _agents(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
+    if (Path(target) / "config.yaml").is_file():
+        run = RunDir.open(target)
+        config = run.config()
+        found = complete_checkpoints(run.path)
+        if not found:
+            raise UserError(f"{target} has no checkpoint yet.")
+        chosen = found[-1] if step is None else checkpoint_dir(run.path, step)
+        if chosen not in found:
+            steps = ", ".join(str(step_of(path)) for path in found)
+            raise UserError(f"{target} has no checkpoint of step {step}; there are: {steps}.")
+        agents = [
+            agent.model_copy(update={"model": str(chosen / "agents" / agent.id), "log_kl": False})
+            for agent in config.agents
+        ]
+        return config, agents
+    config = RunConfig.load(config_source)
+    first = config.agents[0]
+    return config, [first.model_copy(update={"id": "model", "model": target, "log_kl": False})]
+
+
+def wilson_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """An interval for a share that stays inside [0, 1] and is honest for few problems."""
+    if count == 0:
+        return math.nan, math.nan
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+    return max(centre - half, 0.0), min(centre + half, 1.0)

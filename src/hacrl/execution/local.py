@@ -1,0 +1,64 @@
+"""All agents in this process: side by side on a CPU, one after the other on a GPU."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from hacrl.agents.agent import Agent
+from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.config import RunConfig
+from hacrl.rollouts.rollout import Rollout
+from hacrl.tasks.problem import Problem
+
+T = TypeVar("T")
+
+
+class LocalExecutor:
+    """Runs what the trainer asks of the agents. `seconds` holds how long each agent took for the last call."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.agents = [Agent(agent, index, config.algorithm, config.seed) for index, agent in enumerate(config.agents)]
+        self.seconds = [0.0] * len(self.agents)
+        on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
+        self.workers = min(len(self.agents), torch.get_num_threads()) if on_cpu else 1
+        if self.workers > 1:
+            # Small models gain more from working side by side than from several threads each.
+            torch.set_num_threads(torch.get_num_threads() // self.workers)
+
+    def check_prompts(self, problems: Sequence[Problem]) -> None:
+        for agent in self.agents:
+            agent.check_prompts(problems)
+
+    def without_chat_template(self) -> list[str]:
+        return [agent.config.id for agent in self.agents if not agent.has_chat_template]
+
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
+        return self._each(lambda agent: agent.sample(problems, step, sampling_round))
+
+    def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
+        return self._each(lambda agent: agent.learn(lessons[agent.index]))
+
+    def answer(self, problems: Sequence[Problem]) -> list[list[str]]:
+        return self._each(lambda agent: agent.answer(problems))
+
+    def save(self, folder: Path) -> None:
+        for agent in self.agents:
+            agent.save(folder / "agents" / agent.config.id, folder / "state" / f"{agent.config.id}.pt")
+
+    def load(self, folder: Path) -> None:
+        for agent in self.agents:
+            agent.load(folder / "agents" / agent.config.id, folder / "state" / f"{agent.config.id}.pt")
+
+    def _each(self, work: Callable[[Agent], T]) -> list[T]:
+        def timed(agent: Agent) -> T:
+            start = time.perf_counter()
+            result = work(agent)
+            self.seconds[agent.index] = time.perf_counter() - start
+            return result
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            return list(pool.map(timed, self.agents))

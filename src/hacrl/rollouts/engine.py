@@ -1,0 +1,24 @@
+"""The interface of everything that turns prompts into completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hacrl.rollouts.rollout import Completion
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    """0 is greedy decoding."""
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+        """`num_generations` completions for each prompt; the same seed gives the same completions."""
+        ...

@@ -1,0 +1,80 @@
+"""What one sampled completion is, and all that agents exchange about it."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hacrl.tasks.problem import Prompt
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one sample, in the tokens of the model that made it."""
+
+    token_ids: list[int]
+    """With the end-of-turn token, if it was sampled."""
+    logps: list[float]
+    """Log-probability of each token: after temperature, before top-p and top-k."""
+    finish_reason: FinishReason
+    ended: bool
+    """Whether the last token is an end-of-turn token (a stop string ends a completion without one)."""
+
+
+@dataclass
+class Rollout:
+    """A completion as it travels between agents: text, ids, log-probabilities and reward."""
+
+    step: int
+    prompt_id: str
+    prompt: Prompt
+    """As the task gives it; every agent renders it in its own way."""
+    prompt_index: int
+    """Position of the prompt in the step's batch."""
+    source: int
+    """Which agent made it."""
+    index: int
+    """Which of the source's completions of this prompt it is."""
+    text: str
+    token_ids: list[int]
+    logps: list[float]
+    finish_reason: FinishReason
+    ended: bool
+    special_inside: bool
+    """Special tokens stand inside: the text does not say all there is."""
+    vocabulary: str
+    """Fingerprint of the source's vocabulary: ids can be reused where it is the same."""
+    policy_version: int
+    """Updates the source had made when it sampled this."""
+    reward: float | None = None
+    verdict: dict[str, Any] = field(default_factory=dict)
+    """What the verifier said besides the reward: parts, problem, detail."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def logp_sum(self) -> float:
+        return float(sum(self.logps))
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode("utf-8", errors="surrogatepass"))
+
+    def record(self, source_id: str) -> dict[str, Any]:
+        """The line of this rollout in `rollouts/step-*.jsonl`."""
+        return {
+            "step": self.step,
+            "prompt_id": self.prompt_id,
+            "source": source_id,
+            "index": self.index,
+            "prompt": self.prompt,
+            "text": self.text,
+            "reward": self.reward,
+            "finish_reason": self.finish_reason,
+            "num_tokens": self.num_tokens,
+            "logp_sum": self.logp_sum,
+            "policy_version": self.policy_version,
+            **self.verdict,
+        }

@@ -1,0 +1,138 @@
+"""Chains of additions and subtractions with worked answers.
+
+The prompt `47+38-19=` is answered by `47+38=85;85-19=66;#66`: every step is written out, and the number
+after `#` is the answer. Most characters are copied, only the digits of the results are hard, so two small
+models that know the format give each other's answers nearly the same probability per token.
+
+    task = ArithmeticTask(seed=0)
+    batch = task.train(position=0, count=64)
+    test = task.heldout("test", 1000)
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, Literal
+
+from hacrl.errors import UserError
+from hacrl.tasks.problem import Problem, Prompt
+
+Split = Literal["train", "validation", "test"]
+
+FOLLOWS_LEAN = 0.9
+"""How often an operator is the one its chain leans to."""
+
+MAX_ATTEMPTS = 10_000
+"""Draws for one problem before the task is held to have no unseen one left."""
+
+
+def split_of(prompt: str) -> Split:
+    """A tenth of all prompts is for validation, a tenth for the test: the prompt alone decides."""
+    bucket = int.from_bytes(blake2b(prompt.encode(), digest_size=4).digest(), "big") % 10
+    return "validation" if bucket == 0 else "test" if bucket == 1 else "train"
+
+
+def worked_answer(problem: Problem) -> str:
+    """The completion that a perfect model writes: one equation a step, then `#` and the result."""
+    first, *steps = re.findall(r"[+-]?\d+", str(problem.prompt))
+    total, equations = int(first), []
+    for step in steps:
+        following = total + int(step)
+        equations.append(f"{total}{step}={following};")
+        total = following
+    return "".join(equations) + f"#{total}"
+
+
+def verify(text: str, answer: str) -> float:
+    """1 when the text ends in `#` and exactly the answer; the working is not read."""
+    _, mark, final = text.rpartition("#")
+    return 1.0 if mark and final == answer else 0.0
+
+
+def arithmetic_reward(
+    prompts: Sequence[Prompt], completions: Sequence[str], answer: Sequence[str], **columns: Any
+) -> list[float]:
+    """`verify` for a batch, with the signature of every reward function."""
+    return [verify(text, expected) for text, expected in zip(completions, answer, strict=True)]
+
+
+class ArithmeticTask:
+    """An endless supply of chains whose first number and running totals lie between 0 and `max_total`.
+
+    A chain leans to subtraction (a share of `minus_share`) or to addition, and nine operators in ten follow
+    the lean. Totals are drawn so that subtractions mirror additions: a total t takes the place of max_total - t.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        min_operators: int = 2,
+        max_operators: int = 4,
+        max_operand: int = 99,
+        max_total: int = 99,
+        minus_share: float = 0.5,
+    ) -> None:
+        if not 1 <= min_operators <= max_operators:
+            raise UserError(
+                f"arithmetic: min_operators ({min_operators}) must be at least 1 and at most max_operators "
+                f"({max_operators})"
+            )
+        if max_operand < 1 or max_total < 2:
+            raise UserError("arithmetic: max_operand must be at least 1 and max_total at least 2")
+        if not 0 <= minus_share <= 1:
+            raise UserError(f"arithmetic: minus_share is a share, between 0 and 1, not {minus_share}")
+        self.seed = seed
+        self.min_operators = min_operators
+        self.max_operators = max_operators
+        self.max_operand = max_operand
+        self.max_total = max_total
+        self.minus_share = minus_share
+
+    def train(self, position: int, count: int) -> list[Problem]:
+        """Problems `position` to `position + count - 1` of the seed's stream, all different."""
+        return self._stream(f"train/{self.seed}", "train", position, count)
+
+    def heldout(self, split: Literal["validation", "test"], count: int) -> list[Problem]:
+        """The first `count` problems of a fixed set, the same for every seed. Never seen in training."""
+        if split not in ("validation", "test"):
+            raise UserError(f"arithmetic: the held-out splits are validation and test, not {split!r}")
+        return self._stream(split, split, 0, count)
+
+    def _stream(self, name: str, split: Split, position: int, count: int) -> list[Problem]:
+        problems: dict[str, Problem] = {}
+        for index in range(position, position + count):
+            rng = random.Random(f"{name}/{index}")
+            for _ in range(MAX_ATTEMPTS):
+                problem = self._draw(rng)
+                if problem.id not in problems and split_of(problem.id) == split:
+                    problems[problem.id] = problem
+                    break
+            else:
+                raise UserError(
+                    f"arithmetic: there are no {count} different {split} problems with up to "
+                    f"{self.max_operators} operators, operands up to {self.max_operand} and totals up to "
+                    f"{self.max_total}; allow larger ones"
+                )
+        return list(problems.values())
+
+    def _draw(self, rng: random.Random) -> Problem:
+        num_operators = rng.randint(self.min_operators, self.max_operators)
+        lean, other = "-+" if rng.random() < self.minus_share else "+-"
+        total = rng.randint(0, self.max_total)
+        prompt, num_minus = str(total), 0
+        for steps_left in range(num_operators, 0, -1):
+            operator = lean if rng.random() < FOLLOWS_LEAN else other
+            room = {"+": self.max_total - total, "-": total}
+            if room[operator] == 0:
+                operator = "-" if operator == "+" else "+"
+            # On average one of `steps_left + 1` equal parts of the room, so that chains do not end at its walls.
+            widest = max(1, 2 * room[operator] // (steps_left + 1))
+            operand = rng.randint(1, min(self.max_operand, widest))
+            total += operand if operator == "+" else -operand
+            num_minus += operator == "-"
+            prompt += f"{operator}{operand}"
+        prompt += "="
+        columns = {"answer": str(total), "num_operators": num_operators, "num_minus": num_minus}
+        return Problem(id=prompt, prompt=prompt, answer=str(total), columns=columns)

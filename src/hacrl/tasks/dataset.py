@@ -1,0 +1,244 @@
+"""Problems from files and from the Hugging Face hub, and the order in which training sees them.
+
+A row needs a prompt and an answer. The prompt is the column `prompt` (text or chat messages), else `problem`
+or `question`; the answer is `answer`, else `solution`, `ground_truth` or verl's `reward_model.ground_truth`.
+"""
+
+import difflib
+import importlib
+import json
+import math
+import random
+import re
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hacrl.errors import UserError
+from hacrl.tasks.problem import Problem, Prompt
+
+Row = dict[str, Any]
+
+PROMPT_COLUMNS = ("prompt", "problem", "question")
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "reward_model.ground_truth")
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
+
+
+def load_problems(source: str, *, split: str, subset: str | None, name: str) -> list[Problem]:
+    """All problems of a data set.
+
+    `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
+    hub ("org/name"). `split` and `subset` choose within the latter two; a file is one split already.
+    """
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for number, (place, row) in enumerate(_read(source, split, subset)):
+        own_id = row.get("id")
+        problem_id = f"{name}-{number:06d}" if own_id is None else f"{name}-{own_id}"
+        while problem_id in seen:
+            problem_id += f"-{number:06d}"
+        seen.add(problem_id)
+        answer = _answer(row, place)
+        problems.append(Problem(problem_id, _prompt(row, place), answer, {**row, "answer": answer}))
+    if not problems:
+        raise UserError(f"{source} is empty: it needs at least one row with a prompt and an answer.")
+    return problems
+
+
+def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
+    """How many evaluation problems ask what a training problem asks, whatever their system prompts."""
+    asked = {_question(problem.prompt) for problem in train}
+    return sum(_question(problem.prompt) in asked for problem in evaluation)
+
+
+class ProblemStream:
+    """An endless order of problems: epoch after epoch, each shuffled by (seed, epoch).
+
+    What `take` returns depends on its arguments alone, so a run resumes from its position.
+    """
+
+    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+        self._problems = problems
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def take(self, position: int, count: int) -> list[Problem]:
+        """The `count` problems from `position` on, all different.
+
+        Where they reach into the next epoch, that epoch's problems which are already among them are passed over.
+        """
+        size = len(self._problems)
+        if count > size:
+            raise UserError(
+                f"The data set has {size} problems, fewer than the {count} of one step: "
+                f"set prompts_per_step to {size} or less, or add data."
+            )
+        epoch, offset = divmod(position, size)
+        chosen = self._order(epoch)[offset : offset + count]
+        if missing := count - len(chosen):
+            taken = set(chosen)
+            chosen = chosen + [index for index in self._order(epoch + 1) if index not in taken][:missing]
+        return [self._problems[index] for index in chosen]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._problems)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def _read(source: str, split: str, subset: str | None) -> Iterable[tuple[str, Row]]:
+    """The rows, each with its place for error messages."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _rows(source, _read_saved(path, split))
+    if path.is_file():
+        match path.suffix:
+            case ".jsonl" | ".json":
+                return _read_json(path)
+            case ".parquet":
+                return _rows(source, _read_parquet(path))
+            case _:
+                raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
+    if HUB_ID.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
+        return _rows(source, _read_hub(source, split, subset))
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    hint = f"did you mean {path.parent / close[0]}?" if close else "give a file, or org/name for the hub."
+    raise UserError(f"There is no data set {source}: {hint}")
+
+
+def _rows(source: str, rows: list[Row]) -> Iterable[tuple[str, Row]]:
+    return ((f"{source}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _read_json(path: Path) -> Iterable[tuple[str, Row]]:
+    """JSON lines, or one JSON array."""
+    content = path.read_bytes()
+    if content.lstrip().startswith(b"["):
+        rows = [(f"{path}, row {number}", row) for number, row in enumerate(_parse_json(content, str(path)))]
+    else:
+        places = ((f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1))
+        rows = [(place, _parse_json(line, place)) for place, line in places if line.strip()]
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{place}: expected an object with a prompt and an answer, got {type(row).__name__}.")
+    return rows
+
+
+def _parse_json(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{place} is not valid JSON: {error}. Mend or remove it.") from error
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    pyarrow = _import("pyarrow", needed_for=path)
+    parquet = _import("pyarrow.parquet", needed_for=path)
+    try:
+        return parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is not a parquet file that can be read: {error}") from error
+
+
+def _read_saved(path: Path, split: str) -> list[Row]:
+    """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    splits = path / "dataset_dict.json"
+    if not splits.is_file() and not (path / "dataset_info.json").is_file():
+        raise UserError(f"{path} is a folder that datasets' save_to_disk did not make: name one of the files in it.")
+    datasets = _import("datasets", needed_for=path)
+    saved = datasets.load_from_disk(path)
+    if not splits.is_file():
+        return saved.to_list()
+    if split not in saved:
+        raise UserError(f"{path} has no split {split!r}: it has {', '.join(saved)}.")
+    return saved[split].to_list()
+
+
+def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
+    datasets = _import("datasets", needed_for=source)
+    try:
+        return datasets.load_dataset(source, subset, split=split).to_list()
+    except (OSError, ValueError) as error:
+        chosen = f"split {split!r}" + (f" and subset {subset!r}" if subset else "")
+        raise UserError(
+            f"There is no file {source}, and the hub's data set of that name cannot be loaded with {chosen}: {error}"
+        ) from error
+
+
+def _import(module: str, needed_for: object) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"Reading {needed_for} needs {error.name}: run pip install 'hacrl[data]'.") from error
+
+
+def _prompt(row: Row, place: str) -> Prompt:
+    column = next((column for column in PROMPT_COLUMNS if not _missing(row.get(column))), None)
+    if column is None:
+        raise UserError(_lacks(row, place, "prompt", PROMPT_COLUMNS))
+    prompt = row[column]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+        raise UserError(
+            f"{place}: {column} is neither text nor a list of chat messages, each with text as role and content."
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _answer(row: Row, place: str) -> str:
+    nested = row.get("reward_model")
+    if isinstance(nested, str):
+        nested = _parse_json(nested.encode(), f"{place}, reward_model")
+    truth = nested.get("ground_truth") if isinstance(nested, dict) else None
+    candidates = [*(row.get(column) for column in ANSWER_COLUMNS[:-1]), truth]
+    answer = next((answer for answer in candidates if not _missing(answer)), None)
+    match answer:
+        case None:
+            raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
+        case str():
+            # GSM8K's answers are worked solutions that end in "#### 72".
+            return answer.rpartition("####")[2].strip()
+        case float() if answer.is_integer():
+            return str(int(answer))
+        case int() | float() | Decimal():
+            return str(answer)
+    raise UserError(
+        f"{place}: the answer is a {type(answer).__name__}, expected text or a number. Every column reaches the "
+        "reward functions: keep the structure in a column of another name, and put a text in answer."
+    )
+
+
+def _missing(value: object) -> bool:
+    match value:
+        case None | []:
+            return True
+        case str():
+            return not value.strip()
+        case float():
+            return math.isnan(value)
+    return False
+
+
+def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
+    return (
+        f"{place} has no {what}: it has the columns {', '.join(row) or '(none)'}. "
+        f"Put the {what} in one of {', '.join(understood)}, or remove the row."
+    )
+
+
+def _question(prompt: Prompt) -> str:
+    """What the user asks, without differences in white space."""
+    if not isinstance(prompt, str):
+        prompt = "\n".join(message["content"] for message in prompt if message["role"] == "user")
+    return " ".join(prompt.split())

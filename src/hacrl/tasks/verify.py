@@ -1,0 +1,249 @@
+"""Rewards of completions: `exact`, `math`, and functions of the user's own, several with weights.
+
+Whatever may hang or crash runs in child processes. A verifier that fails never turns a reward into 0: the
+rollout gets None, and the verdict says why. A mistake in a user's function ends the run with its place.
+"""
+
+import importlib.util
+import inspect
+import queue
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from hacrl.errors import UserError
+from hacrl.tasks import child
+from hacrl.tasks.child import RewardFunction
+from hacrl.tasks.problem import Prompt
+from hacrl.tasks.worker import Reply, Worker
+
+Completion = str | list[dict[str, str]]
+"""As in TRL: a text after a text prompt, one assistant message after chat messages."""
+
+MATH_MEMORY = 4 << 30
+"""Bytes of address space of a process that runs `math`."""
+RESERVED = {"prompt", "prompts", "completion", "completions"}
+"""Columns that are not passed on under their own names."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    reward: float | None
+    """The weighted sum of the parts; None if no function applies or one failed."""
+    problem: Literal["error", "timeout"] | None = None
+    detail: str = ""
+    parts: dict[str, float | None] = field(default_factory=dict)
+    """Each function's value, before weighting."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one reward function says about one completion."""
+
+    value: float | None
+    problem: Literal["error", "timeout"] | None = None
+    detail: str = ""
+
+
+def exact(completions: list[Completion], answer: list[str], **columns: Any) -> list[float | None]:
+    """1.0 where the completion, or its last line, equals the answer up to white space, else 0.0."""
+    return [_exact(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def _exact(text: str, gold: str) -> float:
+    last_line = text.rstrip().rpartition("\n")[2]
+    return float(gold.split() in (text.split(), last_line.split()))
+
+
+def text_of(completion: Completion) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+class Verifier:
+    """Weighted reward functions.
+
+    Each is "exact", "math", a user's "module:function" or "path/to/file.py:function", or a Python callable.
+    `timeout` limits `math` on one completion, in `workers` processes. `call_timeout` limits one call of a
+    user's function, which has a process of its own. `exact` and callables run here, without a limit.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[tuple[str | RewardFunction, float]],
+        *,
+        timeout: float = 10.0,
+        call_timeout: float = 120.0,
+        workers: int = 2,
+    ) -> None:
+        names = [_name(reward) for reward, _ in rewards]
+        if not names or len(set(names)) < len(names):
+            raise UserError(f"Expected reward functions with names of their own, got {', '.join(names) or 'none'}.")
+        self._weights = {name: weight for name, (_, weight) in zip(names, rewards, strict=True)}
+        self._scorers: dict[str, Scorer] = {}
+        try:
+            for name, (reward, _) in zip(names, rewards, strict=True):
+                self._scorers[name] = _scorer(reward, timeout, call_timeout, workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: dict[str, list[Any]]
+    ) -> list[Verdict]:
+        """One verdict for each completion, in order. `columns` are those of the data, a value for each."""
+        wrapped: list[Completion] = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        extra = {key: values for key, values in columns.items() if key not in RESERVED}
+        for key, values in extra.items():
+            if len(values) != len(wrapped):
+                raise ValueError(f"column {key} has {len(values)} values for {len(wrapped)} completions")
+        if not wrapped:
+            return []
+        arguments = {"prompts": list(prompts), "completions": wrapped, **extra}
+        by_function = {name: scorer.score(arguments) for name, scorer in self._scorers.items()}
+        return [
+            self._combine({name: parts[index] for name, parts in by_function.items()}) for index in range(len(wrapped))
+        ]
+
+    def _combine(self, parts: dict[str, Part]) -> Verdict:
+        values = {name: part.value for name, part in parts.items()}
+        for name, part in parts.items():
+            if part.problem is not None:
+                return Verdict(None, part.problem, f"{name} {part.detail}", values)
+        weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
+        return Verdict(sum(weighted) if weighted else None, parts=values)
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Scorer(ABC):
+    """One reward function, where it runs."""
+
+    @abstractmethod
+    def score(self, arguments: dict[str, Any]) -> list[Part]:
+        """A part for each of `arguments["completions"]`."""
+
+    def close(self) -> None:
+        """End its processes, if it has any."""
+
+
+class InProcess(Scorer):
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self._attempt(child.usable, function)
+
+    def score(self, arguments: dict[str, Any]) -> list[Part]:
+        return [Part(value) for value in self._attempt(child.call, self._function, arguments)]
+
+    def _attempt(self, action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except Exception as error:
+            raise _broken(_name(self._function), child.explain(error)) from error
+
+
+class InOneChild(Scorer):
+    """A user's function: one call for all completions."""
+
+    def __init__(self, spec: str, call_timeout: float) -> None:
+        self._spec = spec
+        self._call_timeout = call_timeout
+        source, _, function = spec.rpartition(":")
+        if source.endswith(".py"):
+            source = str(Path(source).expanduser().resolve())
+        self._worker = Worker(f"{source}:{function}", path=[str(Path.cwd()), *sys.path])
+        loading = self._worker.load()
+        if loading.outcome != "returned":
+            raise _broken(spec, loading.detail)
+
+    def score(self, arguments: dict[str, Any]) -> list[Part]:
+        reply = self._worker.call(arguments, self._call_timeout)
+        if reply.outcome == "returned":
+            return [Part(value) for value in reply.values]
+        if reply.outcome in ("raised", "unloadable"):
+            raise _broken(self._spec, reply.detail)
+        return [_failed(reply)] * len(arguments["completions"])
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class InManyChildren(Scorer):
+    """`math`: a call for each completion, several at a time."""
+
+    def __init__(self, timeout: float, workers: int) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise UserError("The reward math needs the package math-verify: run pip install 'hacrl[math]'.")
+        self._timeout = timeout
+        source = Path(__file__).with_name("math_reward.py")
+        self._workers = [Worker(f"{source}:math", path=sys.path, memory=MATH_MEMORY) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="math")
+
+    def score(self, arguments: dict[str, Any]) -> list[Part]:
+        texts = [text_of(completion) for completion in arguments["completions"]]
+        return list(self._threads.map(self._score_one, texts, arguments["answer"]))
+
+    def _score_one(self, text: str, answer: str) -> Part:
+        worker = self._idle.get()
+        try:
+            reply = worker.call({"completions": [text], "answer": [answer]}, self._timeout)
+        finally:
+            self._idle.put(worker)
+        if reply.outcome == "unloadable":
+            raise _broken("math", reply.detail)
+        return Part(reply.values[0]) if reply.outcome == "returned" else _failed(reply)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+def _scorer(reward: str | RewardFunction, timeout: float, call_timeout: float, workers: int) -> Scorer:
+    if not isinstance(reward, str):
+        return InProcess(reward)
+    if reward == "exact":
+        return InProcess(exact)
+    if reward == "math":
+        return InManyChildren(timeout, workers)
+    if not all(reward.rpartition(":")):
+        raise UserError(
+            f"There is no reward {reward!r}: exact and math are built in, "
+            "and a function of yours is written module:function or path/to/file.py:function."
+        )
+    return InOneChild(reward, call_timeout)
+
+
+def _name(reward: str | RewardFunction) -> str:
+    """What metrics call it: the function's own name, as in TRL."""
+    if isinstance(reward, str):
+        return reward.rpartition(":")[2]
+    return reward.__name__ if inspect.isroutine(reward) else type(reward).__name__
+
+
+def _broken(name: str, detail: str) -> UserError:
+    return UserError(f"Reward function {name} {detail}.")
+
+
+def _failed(reply: Reply) -> Part:
+    return Part(None, "timeout" if reply.outcome == "timeout" else "error", reply.detail)

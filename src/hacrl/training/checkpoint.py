@@ -1,0 +1,78 @@
+"""Checkpoints that are whole or not there at all.
+
+A checkpoint is written into a folder of another name, closed by a marker file, flushed to disk and renamed.
+Whatever kills the process, a folder named `checkpoint-<step>` with its marker is complete.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MARKER = "COMPLETE"
+PREFIX = "checkpoint-"
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / f"{PREFIX}{step}"
+
+
+def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents: Callable[[Path], None]) -> Path:
+    final = checkpoint_dir(run_dir, step)
+    aside = run_dir / f".{final.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "state").mkdir(parents=True)
+    save_agents(aside)
+    (aside / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
+    (aside / MARKER).write_text(f"{step}\n", encoding="utf-8")
+    for path in [*aside.rglob("*"), aside]:
+        sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    aside.rename(final)
+    sync(run_dir)
+    return final
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+    return state
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Oldest first."""
+    found = [path for path in run_dir.glob(f"{PREFIX}*") if (path / MARKER).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """What an interrupted save or removal left behind."""
+    for path in run_dir.glob(f".{PREFIX}*"):
+        shutil.rmtree(path)
+    for path in run_dir.glob(f"{PREFIX}*"):
+        if not (path / MARKER).is_file():
+            shutil.rmtree(path)
+
+
+def prune(run_dir: Path, keep: int | None, best: int | None) -> None:
+    """Delete the oldest checkpoints beyond `keep`, never the best one."""
+    if keep is None:
+        return
+    candidates = [path for path in complete_checkpoints(run_dir) if step_of(path) != best]
+    for path in candidates[:-keep]:
+        # The marker goes first: a half-deleted checkpoint must not look complete.
+        (path / MARKER).unlink()
+        shutil.rmtree(path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,106 @@
+"""What is measured in a step: TRL's names for each agent, and how each learner used each source.
+
+All names are listed in docs/algorithm.md. Names that contain `time` depend on the machine; the rest of a
+run's metrics are reproducible.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.algorithms import Advantages
+from hacrl.rollouts.rollout import Rollout
+
+Metrics = dict[str, float]
+
+
+def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """One agent's rollouts of a step, of which those that could not be verified have no reward."""
+    valid = [rollout for rollout in rollouts if rollout.reward is not None]
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    metrics: Metrics = {
+        "completions/mean_length": float(np.mean(lengths)),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "unverified": len(rollouts) - len(valid),
+        "verifier_errors": sum(r.verdict.get("problem") == "error" for r in rollouts),
+        "verifier_timeouts": sum(r.verdict.get("problem") == "timeout" for r in rollouts),
+    }
+    if valid:
+        groups: dict[int, list[float]] = {}
+        for rollout in valid:
+            groups.setdefault(rollout.prompt_index, []).append(float(rollout.reward or 0.0))
+        metrics["reward"] = float(np.mean([rollout.reward for rollout in valid]))
+        metrics["reward_std"] = float(np.mean([np.std(g, ddof=1) if len(g) > 1 else 0.0 for g in groups.values()]))
+        metrics["frac_reward_zero_std"] = float(np.mean([max(g) == min(g) for g in groups.values()]))
+    return metrics
+
+
+def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
+    """What the clip did to the learner's own rollouts, beside what it reports itself."""
+    metrics = dict(result.metrics)
+    records = result.records
+    if records:
+        source = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
+        own = source == learner
+        if own.any():
+            ratio, advantage = np.exp(records["log_ratio"][own]), records["advantage"][own]
+            low = (ratio < records["lower"][own]) & (advantage < 0)
+            high = (ratio > records["upper"][own]) & (advantage > 0)
+            metrics["clip_ratio/low_mean"] = float(low.mean())
+            metrics["clip_ratio/high_mean"] = float(high.mean())
+            metrics["clip_ratio/region_mean"] = float((low | high).mean())
+            metrics["gradient_mass"] = gradient_mass(records, own)
+    return metrics
+
+
+def gradient_mass(records: dict[str, np.ndarray], chosen: np.ndarray) -> float:
+    """Sum of |weight x advantage| that reaches the gradient: how much a set of rollouts moved the learner."""
+    mass = np.abs(records["weight"] * records["advantage"]) * records["kept"] * records["mean_weight"]
+    return float(mass[chosen].sum())
+
+
+def pair_metrics(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
+    """How a learner used the rollouts of another agent."""
+    metrics: Metrics = {
+        "dropped": sum(count for (j, _), count in result.dropped.items() if j == source),
+        **{f"dropped/{reason}": count for (j, reason), count in result.dropped.items() if j == source},
+    }
+    records = result.records
+    if not records:
+        return metrics
+    chosen = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]] == source
+    if not chosen.any():
+        return metrics
+    ratio, kept = np.exp(records["log_ratio"][chosen]), records["kept"][chosen].astype(bool)
+    advantage, weight = records["advantage"][chosen], records["weight"][chosen] * kept
+    metrics |= {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_q05": float(np.quantile(ratio, 0.05)),
+        "ratio_q50": float(np.quantile(ratio, 0.50)),
+        "ratio_q95": float(np.quantile(ratio, 0.95)),
+        "share_below": float((ratio < records["lower"][chosen]).mean()),
+        "share_above": float((ratio > records["upper"][chosen]).mean()),
+        "kept": float(kept.mean()),
+        "ess": float(weight.sum() ** 2 / max((weight**2).sum(), 1e-30) / len(weight)),
+        "gradient_mass": gradient_mass(records, chosen),
+    }
+    for name, sign in (("kept_positive", advantage > 0), ("kept_negative", advantage < 0)):
+        if sign.any():
+            metrics[name] = float(kept[sign].mean())
+    return metrics
+
+
+def baseline_metrics(advantages: Advantages) -> Metrics:
+    """Bias of the capability-aware baseline on single prompts, of which the batch mean shows nothing."""
+    metrics: Metrics = {"baseline_guarded": advantages.guarded_share}
+    if advantages.bias_P is not None and advantages.bias_noise_P is not None and len(advantages.bias_P):
+        bias, noise = advantages.bias_P.numpy(), advantages.bias_noise_P.numpy()
+        excess = float((bias**2 - noise).mean())
+        metrics["baseline_bias_mean"] = float(bias.mean())
+        metrics["baseline_bias_rms"] = float(np.sqrt((bias**2).mean()))
+        metrics["baseline_bias_excess"] = math.copysign(math.sqrt(abs(excess)), excess)
+    return metrics

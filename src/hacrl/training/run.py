@@ -1,0 +1,75 @@
+"""One run from its config to its results."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from hacrl.config import RunConfig, apply_overrides
+from hacrl.errors import UserError
+from hacrl.execution.local import LocalExecutor
+from hacrl.tasks import build_task
+from hacrl.training.progress import Progress
+from hacrl.training.run_dir import RunDir
+from hacrl.training.trainer import Trainer
+
+RESUMABLE_CHANGES = {"max_steps", "eval_every", "save_every", "save_total_limit", "keep_best", "trace"}
+"""What may be changed when a run is continued; anything else would make it another run."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    run_dir: Path
+    summary: dict[str, Any]
+    """Start and final accuracy, rollouts, updates and tokens of each agent."""
+    resumed: bool = False
+    already_finished: bool = False
+
+
+def train(
+    config: RunConfig, *, resume: bool = False, console: Console | None = None, title: str | None = None
+) -> RunResult:
+    """Train the agents of a config. `resume` continues the run in its `output_dir`."""
+    console = console or Console()
+    if resume:
+        run = RunDir.open(config.output_dir)
+        summary = run.summary()
+        if summary is not None and summary["steps"] >= config.max_steps:
+            return RunResult(run.path, summary, resumed=True, already_finished=True)
+    else:
+        RunDir.check_free(config.output_dir)
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)
+    torch.manual_seed(config.seed)
+    task, remarks = build_task(config.task, config.seed)
+    with task.verifier, Progress(config, console, title) as progress:
+        executor = LocalExecutor(config)
+        for agent_id in executor.without_chat_template():
+            remarks.append(f"Agent {agent_id} has no chat template: string prompts are given to it as they are.")
+        for remark in remarks:
+            console.print(f"[yellow]note[/yellow] {remark}", highlight=False)
+        executor.check_prompts([*task.listed, *task.eval_problems])
+        run = run if resume else RunDir.create(config)
+        trainer = Trainer(config, task, executor, run, progress)
+        if resume:
+            trainer.resume()
+        summary = trainer.train()
+    return RunResult(run.path, summary, resumed=resume)
+
+
+def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
+    """The config of an interrupted run, with the few changes that leave it the same run."""
+    config = RunDir.open(run_dir).config()
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in RESUMABLE_CHANGES:
+            raise UserError(
+                f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "
+                "Start a new run with another output_dir."
+            )
+    data = apply_overrides(config.model_dump(mode="json"), overrides)
+    return RunConfig.from_dict(data, str(run_dir))

@@ -1,0 +1,117 @@
+"""The files of one run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hacrl.config import RunConfig
+from hacrl.errors import UserError
+
+
+class RunDir:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @staticmethod
+    def check_free(path: str | Path) -> None:
+        """UserError unless a new run may be written there: what exists is never touched."""
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"output_dir: {path} is a file. Choose another output_dir.")
+        if path.is_dir() and any(path.iterdir()):
+            if (path / "config.yaml").is_file():
+                hint = f"Continue it with `hacrl train {path} --resume`, or choose another output_dir."
+                raise UserError(f"output_dir: {path} already holds a run. {hint}")
+            raise UserError(f"output_dir: {path} is not empty and not a run. Choose another output_dir.")
+
+    @classmethod
+    def create(cls, config: RunConfig) -> "RunDir":
+        cls.check_free(config.output_dir)
+        run = cls(config.output_dir)
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.config_file, config.to_yaml())
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunDir":
+        run = cls(path)
+        if not run.config_file.is_file():
+            raise UserError(f"{path} is not a run: it has no config.yaml.")
+        return run
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    def step_file(self, kind: str, step: int) -> Path:
+        return self.path / kind / f"step-{step:06d}.jsonl"
+
+    def config(self) -> RunConfig:
+        """The resolved config, with the folder it was found in as its output_dir."""
+        data = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        return RunConfig.from_dict({**data, "output_dir": str(self.path)}, str(self.config_file))
+
+    def summary(self) -> dict[str, Any] | None:
+        if not self.summary_file.is_file():
+            return None
+        summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        return summary
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.metrics_file) if self.metrics_file.is_file() else []
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(to_json(line) + "\n")
+
+    def write_step(self, kind: str, step: int, lines: Iterable[dict[str, Any]]) -> None:
+        path = self.step_file(kind, step)
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, "".join(to_json(line) + "\n" for line in lines))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after `step`: those steps are about to be done again."""
+        if self.metrics_file.is_file():
+            kept = []
+            for text in self.metrics_file.read_text(encoding="utf-8").splitlines(keepends=True):
+                # A line without its end was cut off by the interruption.
+                if text.endswith("\n") and json.loads(text)["step"] <= step:
+                    kept.append(text)
+            write_atomically(self.metrics_file, "".join(kept))
+        for kind in ("rollouts", "trace"):
+            for path in (self.path / kind).glob("step-*.jsonl"):
+                if int(path.stem.removeprefix("step-")) > step:
+                    path.unlink()
+        self.summary_file.unlink(missing_ok=True)
+
+
+def to_json(line: dict[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=False, allow_nan=False)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

@@ -1,0 +1,353 @@
+"""The HACRL step: prompts -> rollouts -> rewards -> capability -> advantages -> updates.
+
+The trainer knows neither which algorithm it runs nor where the agents live: the algorithm answers what a
+rollout is worth, the executor takes requests to the agents.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.algorithms import Advantages
+from hacrl.config import AgentConfig, RunConfig
+from hacrl.errors import UserError
+from hacrl.execution.executor import Executor
+from hacrl.rollouts.rollout import Rollout
+from hacrl.seeding import SHUFFLE, global_random_state, permutation, restore_global_random_state
+from hacrl.tasks import Task
+from hacrl.tasks.problem import Problem
+from hacrl.training import checkpoint
+from hacrl.training.metrics import (
+    Metrics,
+    baseline_metrics,
+    learning_metrics,
+    pair_metrics,
+    sampling_metrics,
+)
+from hacrl.training.run_dir import RunDir
+
+
+class Watcher(Protocol):
+    """Somebody who looks at a run while it goes on."""
+
+    def on_phase(self, phase: str) -> None: ...
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None: ...
+
+
+class Trainer:
+    def __init__(self, config: RunConfig, task: Task, executor: Executor, run: RunDir, watcher: Watcher) -> None:
+        self.config, self.task, self.executor, self.run, self.watcher = config, task, executor, run, watcher
+        self.algorithm = config.algorithm
+        self.ids = [agent.id for agent in config.agents]
+        self.tracker = self.algorithm.tracker(len(self.ids))
+        self.step = 0
+        self.position = 0
+        """How many problems of the training stream have been taken."""
+        self.totals: list[Counter[str]] = [Counter() for _ in self.ids]
+        """Rollouts, tokens and updates of each agent so far."""
+        self.accuracy: list[dict[int, float]] = [{} for _ in self.ids]
+        """Held-out accuracy of each agent by step."""
+        self.seconds = 0.0
+
+    # --- the run -----------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        if self.step == 0:
+            self._log({"step": 0, **self.evaluate()})
+        while self.step < self.config.max_steps:
+            self.step += 1
+            start = time.perf_counter()
+            metrics = self.train_step()
+            due = self._due(self.config.eval_every)
+            if due:
+                metrics |= self.evaluate()
+            metrics["step_time"] = time.perf_counter() - start
+            self.seconds += metrics["step_time"]
+            self._log({"step": self.step, **metrics})
+            if self._due(self.config.save_every) or (due and self.config.keep_best and self.step == self._best_step()):
+                self.save()
+        summary = self.summary()
+        self.run.write_summary(summary)
+        return summary
+
+    def train_step(self) -> dict[str, Any]:
+        """Algorithm 1 of the paper."""
+        problems, rollouts, metrics = self._collect()
+        performances = [self._performance(own) for own in rollouts]
+        self.tracker.update(performances)
+        capabilities = self.tracker.capabilities()
+        omega_KK = self.algorithm.omega(capabilities)
+
+        everybodys = [rollout for own in rollouts for rollout in own if rollout.reward is not None]
+        if not everybodys:
+            raise UserError(self._nothing_verified(rollouts))
+        lessons, advantages = [], []
+        for k, agent in enumerate(self.config.agents):
+            used = [r for r in everybodys if self.algorithm.shares_rollouts or r.source == k]
+            lesson, advantage = self._lesson(agent, k, problems, used, omega_KK)
+            lessons.append(lesson)
+            advantages.append(advantage)
+        self.watcher.on_phase("learning")
+        results = self.executor.learn(lessons)
+        learn_seconds = list(self.executor.seconds)
+
+        for k, agent_id in enumerate(self.ids):
+            self._count(k, rollouts[k], results[k])
+            agent_metrics: dict[str, Any] = {
+                **sampling_metrics(rollouts[k]),
+                **learning_metrics(results[k], lessons[k], k),
+                **baseline_metrics(advantages[k]),
+                "capability": capabilities[k],
+                "num_tokens": self.totals[k]["tokens"],
+                "num_rollouts": self.totals[k]["rollouts"],
+                "num_updates": self.totals[k]["updates"],
+                "time/learn": learn_seconds[k],
+            }
+            if self.algorithm.shares_rollouts:
+                for j, source_id in enumerate(self.ids):
+                    if j != k:
+                        pair: Metrics = pair_metrics(results[k], lessons[k], j)
+                        pair["omega"] = float(omega_KK[j, k])
+                        pair["omega_baseline"] = float(omega_KK[k, j])
+                        agent_metrics |= {f"from_{source_id}/{name}": value for name, value in pair.items()}
+            metrics |= {f"{agent_id}/{name}": value for name, value in agent_metrics.items()}
+        if self.config.trace:
+            lines = [line for k in range(len(self.ids)) for line in self._trace(k, lessons[k], results[k])]
+            self.run.write_step("trace", self.step, lines)
+        return metrics
+
+    # --- one step ----------------------------------------------------------------------------------
+
+    def _collect(self) -> tuple[list[Problem], list[list[Rollout]], dict[str, Any]]:
+        """The step's problems and every agent's verified rollouts of them.
+
+        With dynamic sampling, prompts whose rewards are all equal make room for further ones, in at most
+        `dynamic_sampling_rounds` rounds; if that is not enough, they stay.
+        """
+        wanted = self.config.prompts_per_step
+        rounds = self.config.dynamic_sampling_rounds if self.config.dynamic_sampling else 1
+        chosen: list[tuple[Problem, list[list[Rollout]]]] = []
+        spare: list[tuple[Problem, list[list[Rollout]]]] = []
+        metrics: dict[str, Any] = {}
+        sampled: list[list[Rollout]] = [[] for _ in self.ids]
+        seconds = np.zeros(len(self.ids))
+        verify_seconds = 0.0
+        for sampling_round in range(rounds):
+            problems = self.task.train(self.position, wanted - len(chosen))
+            self.position += len(problems)
+            self.watcher.on_phase("sampling")
+            rollouts = self.executor.sample(problems, self.step, sampling_round)
+            seconds += self.executor.seconds
+            self.watcher.on_phase("verifying")
+            start = time.perf_counter()
+            for own in rollouts:
+                self._verify(problems, own)
+            verify_seconds += time.perf_counter() - start
+            for own, new in zip(sampled, rollouts, strict=True):
+                own.extend(new)
+            for position, problem in enumerate(problems):
+                group = [[r for r in own if r.prompt_index == position] for own in rollouts]
+                spread = len({r.reward for own in group for r in own if r.reward is not None}) > 1
+                (chosen if spread or not self.config.dynamic_sampling else spare).append((problem, group))
+            if len(chosen) == wanted:
+                break
+        discarded = len(chosen) + len(spare) - wanted
+        chosen = [*chosen, *spare][:wanted]
+        for position, (_, group) in enumerate(chosen):
+            for own in group:
+                for rollout in own:
+                    rollout.prompt_index = position
+        rollouts = [[r for _, group in chosen for r in group[k]] for k in range(len(self.ids))]
+        for k, own in enumerate(sampled):
+            self.totals[k]["rollouts"] += len(own)
+            self.totals[k]["tokens"] += sum(rollout.num_tokens for rollout in own)
+            metrics[f"{self.ids[k]}/time/sample"] = float(seconds[k])
+        metrics["time/verify"] = verify_seconds
+        if self.config.dynamic_sampling:
+            metrics["prompts_discarded"] = discarded
+        lines = [rollout.record(self.ids[k]) for k, own in enumerate(rollouts) for rollout in own]
+        self.run.write_step("rollouts", self.step, lines)
+        return [problem for problem, _ in chosen], rollouts, metrics
+
+    def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> None:
+        verdicts = self.task.score(
+            [problems[rollout.prompt_index] for rollout in rollouts], [rollout.text for rollout in rollouts]
+        )
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
+            rollout.reward = verdict.reward
+            if verdict.problem:
+                rollout.verdict = {"problem": verdict.problem, "detail": verdict.detail}
+            elif len(verdict.parts) > 1:
+                rollout.verdict = {"reward_parts": verdict.parts}
+
+    def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        if not rewards:
+            return None
+        try:
+            return self.algorithm.performance(torch.tensor(rewards, dtype=torch.float64))
+        except ValueError as error:
+            raise UserError(f"Step {self.step}: {error}.") from None
+
+    def _lesson(
+        self, agent: AgentConfig, k: int, problems: list[Problem], used: list[Rollout], omega_KK: torch.Tensor
+    ) -> tuple[Lesson, Advantages]:
+        source_N = torch.tensor([rollout.source for rollout in used], dtype=torch.long)
+        prompt_N = torch.tensor([rollout.prompt_index for rollout in used], dtype=torch.long)
+        rewards_N = torch.tensor([rollout.reward for rollout in used], dtype=torch.float64)
+        advantages = self.algorithm.advantages(rewards_N, prompt_N, source_N, k, omega_KK)
+        lesson = Lesson(
+            step=self.step,
+            prompts=[problem.prompt for problem in problems],
+            rollouts=used,
+            advantage_N=advantages.advantage_N,
+            omega_N=self.algorithm.coefficients(source_N, k, omega_KK),
+            minibatches=self.minibatches(agent),
+            learning_rate=learning_rate(agent, self.step, self.config.max_steps),
+        )
+        return lesson, advantages
+
+    def minibatches(self, agent: AgentConfig) -> list[list[int]]:
+        """Prompt positions of each update, all passes in a row; seed and step alone decide the order."""
+        parts = []
+        for iteration in range(agent.num_iterations):
+            order = permutation(self.config.prompts_per_step, self.config.seed, SHUFFLE, self.step, iteration)
+            parts += [part.tolist() for part in np.array_split(order, self.config.updates_per_step(agent))]
+        return parts
+
+    def _nothing_verified(self, rollouts: Sequence[Sequence[Rollout]]) -> str:
+        details = [r.verdict["detail"] for own in rollouts for r in own if r.verdict.get("detail")]
+        first = f" The first problem: {details[0]}." if details else ""
+        return (
+            f"Step {self.step}: the verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is "
+            f"nothing to learn from.{first} Check task.reward on one of the lines of {self.run.path / 'rollouts'}."
+        )
+
+    def _count(self, k: int, rollouts: Sequence[Rollout], result: LearnResult) -> None:
+        self.totals[k]["updates"] += int(result.metrics["updates"])
+        self.totals[k]["tokens_trained"] += int(result.metrics["tokens_trained"])
+        self.totals[k]["unverified"] += sum(rollout.reward is None for rollout in rollouts)
+        self.totals[k]["dropped"] += sum(result.dropped.values())
+        self.totals[k]["nonfinite_updates"] += int(result.metrics["nonfinite_updates"])
+
+    def _trace(self, k: int, lesson: Lesson, result: LearnResult) -> list[dict[str, Any]]:
+        """One line for every rollout the learner used in each update."""
+        records = {name: column.tolist() for name, column in result.records.items()}
+        lines = []
+        for i, row in enumerate(records.get("row", [])):
+            rollout = lesson.rollouts[row]
+            line = {
+                "step": self.step,
+                "learner": self.ids[k],
+                "source": self.ids[rollout.source],
+                "prompt_id": rollout.prompt_id,
+                "index": rollout.index,
+            }
+            for name, column in records.items():
+                if name not in ("row", "mean_weight"):
+                    line[name] = None if column[i] == math.inf else column[i]
+            lines.append(line)
+        return lines
+
+    # --- held-out problems -------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, Any]:
+        """Greedy accuracy of every agent on the held-out problems: the mean reward of what was judged."""
+        problems = self.task.eval_problems
+        if not problems:
+            return {}
+        self.watcher.on_phase("evaluating")
+        metrics: dict[str, Any] = {}
+        for k, texts in enumerate(self.executor.answer(problems)):
+            rewards = [verdict.reward for verdict in self.task.score(problems, texts)]
+            judged = [reward for reward in rewards if reward is not None]
+            metrics[f"{self.ids[k]}/eval_unverified"] = len(rewards) - len(judged)
+            metrics[f"{self.ids[k]}/time/eval"] = self.executor.seconds[k]
+            if judged:
+                metrics[f"{self.ids[k]}/eval_accuracy"] = self.accuracy[k][self.step] = float(np.mean(judged))
+        return metrics
+
+    def _best_step(self) -> int | None:
+        """The step at which the mean accuracy over agents was highest; the earliest of equals."""
+        steps = [step for step in self.accuracy[0] if step > 0 and all(step in own for own in self.accuracy)]
+        means = {step: float(np.mean([own[step] for own in self.accuracy])) for step in sorted(steps)}
+        return max(means, key=means.__getitem__) if means else None
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.max_steps or (every > 0 and self.step % every == 0)
+
+    # --- files -------------------------------------------------------------------------------------
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        self.run.append_metrics(metrics)
+        self.watcher.on_metrics(self.step, metrics)
+
+    def save(self) -> None:
+        self.watcher.on_phase("saving")
+        checkpoint.save_checkpoint(self.run.path, self.step, self.state_dict(), self.executor.save)
+        best = self._best_step() if self.config.keep_best else None
+        checkpoint.prune(self.run.path, self.config.save_total_limit, best)
+
+    def resume(self) -> None:
+        """Go back to the newest complete checkpoint, or to the start if there is none."""
+        checkpoint.remove_leftovers(self.run.path)
+        found = checkpoint.complete_checkpoints(self.run.path)
+        if found:
+            self.load_state_dict(checkpoint.load_state(found[-1]))
+            self.executor.load(found[-1])
+        self.run.rewind(self.step if found else -1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "position": self.position,
+            "capability": self.tracker.state_dict(),
+            "totals": self.totals,
+            "accuracy": [list(own.items()) for own in self.accuracy],
+            "seconds": self.seconds,
+            "random": global_random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.position, self.seconds = state["step"], state["position"], state["seconds"]
+        self.tracker.load_state_dict(state["capability"])
+        self.totals = [Counter(own) for own in state["totals"]]
+        self.accuracy = [dict(own) for own in state["accuracy"]]
+        restore_global_random_state(state["random"])
+
+    def summary(self) -> dict[str, Any]:
+        agents = {}
+        for k, agent in enumerate(self.config.agents):
+            steps = sorted(self.accuracy[k])
+            agents[agent.id] = {
+                "model": agent.model,
+                "start_accuracy": self.accuracy[k][steps[0]] if steps else None,
+                "final_accuracy": self.accuracy[k][steps[-1]] if steps else None,
+                **self.totals[k],
+            }
+        return {
+            "algorithm": self.algorithm.name,
+            "steps": self.step,
+            "seconds": self.seconds,
+            "rollouts": sum(own["rollouts"] for own in self.totals),
+            "best_step": self._best_step(),
+            "agents": agents,
+        }
+
+
+def learning_rate(agent: AgentConfig, step: int, max_steps: int) -> float:
+    """The learning rate of a training step: linear warm-up, then the schedule down to 0 after the last."""
+    if step <= agent.warmup_steps:
+        return agent.learning_rate * step / (agent.warmup_steps + 1)
+    if agent.lr_scheduler_type == "constant":
+        return agent.learning_rate
+    done = (step - 1 - agent.warmup_steps) / max(max_steps - agent.warmup_steps, 1)
+    if agent.lr_scheduler_type == "linear":
+        return agent.learning_rate * (1 - done)
+    return agent.learning_rate * 0.5 * (1 + math.cos(math.pi * done))

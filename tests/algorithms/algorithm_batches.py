@@ -1,0 +1,196 @@
+"""Random batches, and the bridge from one list of rollouts to `hacrl.algorithms` and to the reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms import ALGORITHMS, GRPO, HACPO, Advantages, Algorithm, Sequences, Terms, k3_kl
+from reference import Options, Rollout
+
+DEFAULTS = {f.name: f.default for f in fields(Options)}
+BINARY = (0.0, 1.0)
+GRADED = (0.0, 0.25, 0.5, 1.0)
+
+
+def build(options: Options) -> Algorithm:
+    """The algorithm of hacrl that the reference's options describe."""
+    clip = {"epsilon": options.eps_low, "epsilon_high": options.eps_high, "beta": options.beta}
+    if options.algorithm != "hacpo":
+        return ALGORITHMS[options.algorithm](**clip)
+    same_name = (
+        "baseline baseline_guard cross_baseline cross_omega alpha ratio_unit cross_clip delta delta_step "
+        "cross_weight reward_min"
+    )
+    return HACPO(**clip, **{name: getattr(options, name) for name in same_name.split()})
+
+
+def label(value: object) -> str:
+    """A short test id: the algorithm and whatever is not the default."""
+    if not isinstance(value, Options):
+        return str(value)
+    changed = [f"{name}={v}" for name, v in vars(value).items() if v != DEFAULTS[name] and name != "algorithm"]
+    return "-".join([value.algorithm, *changed])
+
+
+def random_capabilities(rng: random.Random, n: int) -> list[float | None]:
+    # Continuous, so that no baseline lands on the edge of the guard's range, and below a ratio of 10.
+    return [rng.uniform(0.15, 0.95) for _ in range(n)]
+
+
+def seen_by(
+    learner: int,
+    rng: random.Random,
+    rollout: Rollout,
+    own_spread: float = 8e-4,
+    foreign_spread: float = 0.15,
+    dropped_share: float = 0.1,
+) -> Rollout:
+    """The same completion with the tokens and log-probabilities that it has for this learner.
+
+    The spreads are such that all sides of the bands of GSPO (3e-4) and HACPO (0.2) are met.
+    """
+    if rollout.source == learner:
+        logps = [logp + rng.gauss(0, own_spread) for logp in rollout.old_logps]
+    else:
+        center = sum(rollout.old_logps) / len(rollout.old_logps) - 0.1 + rng.gauss(0, foreign_spread)
+        noise = [rng.gauss(0, 0.3) for _ in range(rng.randint(1, 6))]
+        logps = [center + x - sum(noise) / len(noise) for x in noise]
+    return replace(
+        rollout,
+        logps=tuple(logps),
+        ref_logps=tuple(logp + rng.gauss(0, 0.3) for logp in logps),
+        dropped=rollout.source != learner and rng.random() < dropped_share,
+    )
+
+
+def random_rollouts(
+    rng: random.Random,
+    n: int,
+    learner: int,
+    rewards: Sequence[float] = BINARY,
+    prompts: int = 5,
+    own_spread: float = 8e-4,
+    foreign_spread: float = 0.15,
+    none_share: float = 0.1,
+    dropped_share: float = 0.1,
+) -> list[Rollout]:
+    """A batch as `learner` sees it: groups of any size, rewards missing, rollouts dropped."""
+    rollouts = []
+    for q in range(prompts):
+        for j in range(n):
+            success = rng.choice([0.1, 0.5, 0.9])
+            mute = rng.random() < 0.05  # The verifier fails for the whole group.
+            for _ in range(rng.randint(1, 6)):
+                right = rng.random() < success
+                reward = max(rewards) if right else rng.choice([r for r in rewards if r < max(rewards)])
+                rollout = Rollout(
+                    source=j,
+                    prompt=q,
+                    reward=None if mute or rng.random() < none_share else reward,
+                    old_logps=tuple(-2 * rng.random() for _ in range(rng.randint(1, 6))),
+                    logps=(),
+                    num_bytes=rng.randint(1, 12),
+                )
+                rollouts.append(seen_by(learner, rng, rollout, own_spread, foreign_spread, dropped_share))
+    return rollouts
+
+
+def padded(rows: Sequence[Sequence[float]], width: int, filler: float) -> Tensor:
+    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=torch.float64)
+
+
+@dataclass
+class Outcome:
+    value: float
+    # One list for each rollout given, as in the reference.
+    gradient: list[list[float]]
+    advantages: Advantages
+    # The rollouts that `terms` and `sequences` have a row for.
+    used: list[int]
+    terms: Terms
+    sequences: Sequences
+
+
+def make_sequences(rollouts: Sequence[Rollout], learner: int, advantage_N: Tensor, omega_N: Tensor) -> Sequences:
+    """Tensors of a batch. The padding holds values that would show in any sum that forgot the mask."""
+    width = max(max(len(r.logps), len(r.old_logps)) for r in rollouts) + 2
+    logp_NT = padded([r.logps for r in rollouts], width, -3.7).requires_grad_()
+    mask_NT = padded([[1.0] * len(r.logps) for r in rollouts], width, 0.0).bool()
+    # A foreign source's tokens are not the learner's: nothing may read them one by one.
+    nan = float("nan")
+    old_rows = [r.old_logps if r.source == learner else (nan,) * len(r.old_logps) for r in rollouts]
+    return Sequences(
+        logp_NT=logp_NT,
+        mask_NT=mask_NT,
+        old_logp_N=torch.tensor([sum(r.old_logps) for r in rollouts], dtype=torch.float64),
+        old_length_N=torch.tensor([len(r.old_logps) for r in rollouts]),
+        bytes_N=torch.tensor([r.num_bytes for r in rollouts]),
+        own_N=torch.tensor([r.source == learner for r in rollouts]),
+        advantage_N=advantage_N,
+        omega_N=omega_N,
+        old_logp_NT=padded(old_rows, width, nan),
+    )
+
+
+def run(
+    algorithm: Algorithm,
+    rollouts: Sequence[Rollout],
+    learner: int,
+    capabilities: Sequence[float | None],
+    update: int = 0,
+) -> Outcome:
+    """One update's objective and gradient the way a trainer gets them."""
+    valid = [
+        i for i, r in enumerate(rollouts) if r.reward is not None and (algorithm.shares_rollouts or r.source == learner)
+    ]
+    omega_KK = algorithm.omega(list(capabilities))
+    source_N = torch.tensor([rollouts[i].source for i in valid], dtype=torch.long)
+    advantages = algorithm.advantages(
+        torch.tensor([rollouts[i].reward for i in valid], dtype=torch.float64),
+        torch.tensor([rollouts[i].prompt for i in valid], dtype=torch.long),
+        source_N,
+        learner,
+        omega_KK,
+    )
+    # What the learner could not retokenize has had its say in the baseline, and has none in the means.
+    rows = [row for row, i in enumerate(valid) if not rollouts[i].dropped]
+    used = [valid[row] for row in rows]
+    source_N = source_N[rows]
+    sequences = make_sequences(
+        [rollouts[i] for i in used],
+        learner,
+        advantages.advantage_N[rows],
+        algorithm.coefficients(source_N, learner, omega_KK),
+    )
+    terms = algorithm.terms(sequences, update)
+    value = (terms.objective_N * algorithm.mean_weights(source_N, learner)).sum()
+    own_N = sequences.own_N
+    if algorithm.beta and own_N.any():
+        references = [rollouts[i].ref_logps or () for i in used]
+        ref_logp_NT = padded(references, sequences.logp_NT.shape[1], 1.9)
+        kl_N = k3_kl(sequences.logp_NT, ref_logp_NT, sequences.mask_NT)
+        value = value - algorithm.beta * kl_N[own_N].mean()
+    (gradient_NT,) = torch.autograd.grad(value, sequences.logp_NT)
+    assert (gradient_NT[~sequences.mask_NT] == 0).all()
+    gradient = [[0.0] * len(r.logps) for r in rollouts]
+    for row, i in enumerate(used):
+        gradient[i] = gradient_NT[row, : len(rollouts[i].logps)].tolist()
+    return Outcome(float(value.detach()), gradient, advantages, used, terms, sequences)
+
+
+def with_log_ratio(log_ratio: float, rollout: Rollout) -> Rollout:
+    """The same rollout with the learner's log-probabilities moved to this (token) log-ratio."""
+    old = sum(rollout.old_logps) / len(rollout.old_logps)
+    now = sum(rollout.logps) / len(rollout.logps)
+    return replace(rollout, logps=tuple(logp - now + old + log_ratio for logp in rollout.logps))
+
+
+def default_options(algorithm: str) -> Options:
+    if algorithm == "grpo":
+        return Options("grpo", eps_low=GRPO.epsilon, eps_high=GRPO.epsilon_high)
+    return Options(algorithm)

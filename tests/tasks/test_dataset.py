@@ -1,0 +1,198 @@
+import json
+import sys
+from decimal import Decimal
+
+import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hacrl.errors import UserError
+from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
+from hacrl.tasks.problem import Problem
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+
+
+def load(source, split="train", subset=None):
+    return load_problems(str(source), split=split, subset=subset, name="train")
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("column", ["prompt", "problem", "question"])
+def test_prompt_columns(tmp_path, column):
+    [problem] = load(write(tmp_path / "a.jsonl", {column: "1+1?", "answer": "2"}))
+    assert problem.prompt == "1+1?"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"answer": "2"},
+        {"solution": "2"},
+        {"ground_truth": "2"},
+        {"reward_model": {"style": "rule", "ground_truth": "2"}},
+        {"reward_model": '{"ground_truth": 2}'},
+        {"answer": None, "solution": "", "ground_truth": 2},
+        {"answer": "1+1 is <<1+1=2>>2.\n#### 2"},
+        {"answer": 2.0},
+    ],
+)
+def test_answer_columns(tmp_path, columns):
+    [problem] = load(write(tmp_path / "a.jsonl", {"prompt": "1+1?", **columns}))
+    assert problem.answer == "2"
+    assert problem.columns == {"prompt": "1+1?", **columns, "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(0, "0"), (-3.0, "-3"), (0.1, "0.1"), (12345678901234567890, "12345678901234567890")]
+)
+def test_numbers_are_written_exactly(tmp_path, answer, text):
+    [problem] = load(write(tmp_path / "a.jsonl", {"prompt": "?", "answer": answer}))
+    assert problem.answer == text
+
+
+def test_ids_are_unique(tmp_path):
+    rows = [{"prompt": "?", "answer": "1", **extra} for extra in ({}, {"id": 7}, {"id": "7"}, {"id": "000000"})]
+    problems = load(write(tmp_path / "a.jsonl", *rows))
+    assert [problem.id for problem in problems] == [
+        "train-000000",
+        "train-7",
+        "train-7-000002",
+        "train-000000-000003",
+    ]
+
+
+def test_json_array_blank_lines_and_line_separators_in_text(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]))
+    assert [problem.prompt for problem in load(tmp_path / "a.json")] == ["a", "b"]
+    (tmp_path / "b.jsonl").write_text('\ufeff{"prompt": "a\u2028b", "answer": 1}\r\n\n', encoding="utf-8")
+    assert [problem.prompt for problem in load(tmp_path / "b.jsonl")] == ["a\u2028b"]
+
+
+def test_parquet(tmp_path):
+    rows = [{"prompt": CHAT, "reward_model": {"ground_truth": "2"}, "price": Decimal("1.50"), "tags": ["a"]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    [problem] = load(tmp_path / "a.parquet")
+    assert problem.prompt == CHAT
+    assert problem.columns == {**rows[0], "answer": "2"}
+
+
+def test_saved_datasets(tmp_path):
+    data = datasets.Dataset.from_list([{"question": "1+1?", "answer": 2.0}])
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "splits")
+    assert load(tmp_path / "one")[0].answer == "2"
+    assert load(tmp_path / "splits", split="test")[0].answer == "2"
+    with pytest.raises(UserError, match="no split 'dev': it has train, test"):
+        load(tmp_path / "splits", split="dev")
+
+
+def test_hub_id_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"There is no file no-org/no-data, .* split 'train' and subset 'main'"):
+        load("no-org/no-data", subset="main")
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for source in (tmp_path / "a.parquet", "org/name"):
+        with pytest.raises(UserError, match=r"pip install 'hacrl\[data\]'"):
+            load(source)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ('{"prompt": "a", "answer": 1}\n{"prompt": \n', "line 2 is not valid JSON"),
+        ("[1, 2", "is not valid JSON"),
+        ('"text"\n', "line 1: expected an object with a prompt and an answer, got str"),
+        (
+            '\n{"text": "a", "answer": 1}\n',
+            "line 2 has no prompt: it has the columns text, answer. Put the prompt in one of prompt, problem, question",
+        ),
+        (
+            '{"prompt": "a", "label": 1, "answer": " "}\n',
+            "line 1 has no answer: it has the columns prompt, label, answer. "
+            "Put the answer in one of answer, solution, ground_truth, reward_model.ground_truth",
+        ),
+        ('{"prompt": "a", "answer": NaN}', "line 1 has no answer"),
+        ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer is a list, expected text or a number"),
+        ('{"prompt": "a", "reward_model": "rule"}', "line 1, reward_model is not valid JSON"),
+        ('{"prompt": 3, "answer": 1}', "line 1: prompt is neither text nor a list of chat messages"),
+        ('{"prompt": [{"role": "user"}], "answer": 1}', "line 1: prompt is neither text nor a list of chat"),
+    ],
+)
+def test_broken_files(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+
+
+def test_other_sources_that_cannot_be_read(tmp_path):
+    write(tmp_path / "train.jsonl", {})
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "b.parquet").write_text("text")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    for name, message in {
+        "trian.jsonl": f"did you mean {tmp_path / 'train.jsonl'}?",
+        "nothing/like/it.jsonl": "There is no data set",
+        "a.csv": r"expected a .jsonl, .json or .parquet file",
+        "b.parquet": "not a parquet file",
+        "latin.jsonl": "line 1 is not valid JSON",
+        "": "name one of the files in it",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load(tmp_path / name)
+        assert message in str(caught.value)
+    with pytest.raises(UserError, match=r"There is no data set data/train\.jsonl"):
+        load("data/train.jsonl")
+
+
+def test_overlap_ignores_white_space_and_system_prompts():
+    train = [Problem("a", "1+1?", "2"), Problem("b", "2+2?", "4")]
+    evaluation = [Problem("c", CHAT, "2"), Problem("d", " 2+2? \n", "4"), Problem("e", "3+3?", "6")]
+    assert overlap(train, evaluation) == 2
+
+
+def problems(count):
+    return [Problem(f"p-{index}", f"{index}?", str(index)) for index in range(count)]
+
+
+@given(size=st.integers(1, 30), position=st.integers(0, 200), data=st.data())
+def test_stream_is_a_function_of_position_without_repeats(size, position, data):
+    count = data.draw(st.integers(0, size))
+    first = ProblemStream(problems(size), seed=3).take(position, count)
+    used = ProblemStream(problems(size), seed=3)
+    used.take(0, size)
+    assert used.take(position, count) == first
+    assert len({problem.id for problem in first}) == count
+
+
+def test_stream_epochs_cover_all_problems_in_new_orders():
+    stream = ProblemStream(problems(20), seed=0)
+    epochs = [[problem.id for problem in stream.take(20 * epoch, 20)] for epoch in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(problem.id for problem in problems(20))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [problem.id for problem in ProblemStream(problems(20), seed=1).take(0, 20)] != epochs[0]
+    assert [problem.id for start in (0, 5, 10, 15) for problem in stream.take(start, 5)] == epochs[0]
+
+
+def test_stream_of_too_few_problems():
+    with pytest.raises(UserError, match="3 problems, fewer than the 4 of one step: set prompts_per_step to 3"):
+        ProblemStream(problems(3), seed=0).take(0, 4)

@@ -1,0 +1,316 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hacrl.errors import UserError
+from hacrl.tasks.verify import Verdict, Verifier, exact
+from hacrl.tasks.worker import Reply, Worker
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+
+def length(prompts, completions, **columns):
+    return [len(completion) for completion in completions]
+
+def shapes(prompts, completions, answer, level, **columns):
+    assert not {"torch", "transformers", "hacrl"} & set(sys.modules)
+    assert columns == {}
+    return [float(completion == [{"role": "assistant", "content": "b"}] if isinstance(prompt, list)
+                  else completion == "a") for prompt, completion in zip(prompts, completions)]
+
+def by_text(prompts, completions, **columns):
+    print("scoring", completions[0])
+    match completions[0]:
+        case "hang":
+            subprocess.Popen(["sleep", "1000"])
+            9**9**9
+        case "exit":
+            sys.exit(3)
+        case "abort":
+            os.abort()
+        case "raise":
+            return [1 / 0]
+        case "library":
+            return os.listdir("/no/such/folder")
+        case "long":
+            return [0.5]
+        case "none":
+            return None
+        case "nan":
+            return [float("nan")]
+        case "text":
+            return ["1.0"]
+    return [1.0]
+
+def needs_label(prompts, completions, label, **columns):
+    return [1.0] * len(completions)
+
+async def coroutine(prompts, completions, **columns):
+    return [1.0] * len(completions)
+
+def hungry(completions, **columns):
+    return [float(len(bytearray(8 << 30)))]
+
+def pid(completions, **columns):
+    return [os.getpid()]
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current directory, with a module of reward functions."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def math_verifier():
+    with Verifier([("math", 1.0)], timeout=3.0, workers=2) as verifier:
+        verifier.score(["?"], ["1"], {"answer": ["1"]})
+        yield verifier
+
+
+def score(verifier, *completions, answer="4", **columns):
+    count = len(completions)
+    columns = {key: [value] * count for key, value in {"answer": answer, **columns}.items()}
+    return verifier.score(["?"] * count, completions, columns)
+
+
+def test_exact():
+    completions = ["4", " 4 \n", "so\n\n 4\n", "a  b", "so 4", "4\nso", "", [{"role": "assistant", "content": "4"}]]
+    golds = ["4", "4", "4", "a b", "4", "4", "4", "4"]
+    assert exact(completions=completions, answer=golds) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("72", "It is 70 and 2 more.\n#### 72", 1.0),
+        ("72", "The answer is 72.", 1.0),
+        ("72", "The answer is 71.", 0.0),
+        ("1/2", r"so $\boxed{\frac{1}{2}}$", 1.0),
+        (r"\frac{1}{2}", "0.5", 1.0),
+        (r"\frac{1}{2}", r"\boxed{\dfrac{2}{4}}", 1.0),
+        (r"\frac{1}{2}", r"\boxed{\frac{1}{3}}", 0.0),
+        ("1000", "1,000", 1.0),
+        (r"-\frac{5}{3}.", r"$x = -\frac{5}{3}$.", 1.0),
+        (r"3\sqrt{13}", r"\(\sqrt{117}\)", 1.0),
+        (r"3\sqrt{13}", r"3\sqrt{13} ", 1.0),
+        ("3", r"3\sqrt{13}", 0.0),
+        (r"\{1,2,3\}", r"\boxed{\{3,1,2\}}", 1.0),
+        (r"\{1,2,3\}", r"\boxed{\{1,2\}}", 0.0),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", 1.0),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\pi/2, 3)}", 0.0),
+        ("x^2+2x+1", r"$(x+1)^2$", 1.0),
+        ("x=5", r"\boxed{5}", 1.0),
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1.0),
+        (r"\text{Evelyn}", r"\boxed{\text{Carla}}", 0.0),
+        ("p - q", "p - q", 1.0),
+        (r"10 \text{ cm}^2", "10", 1.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$\begin{pmatrix}1\\2\end{pmatrix}$", 1.0),
+        (r"Adding up, $2 + 2 = \boxed{4}$.", "4", 1.0),
+        ("4", r"\boxed{3} or \boxed{4}", 0.0),
+        ("4", "", 0.0),
+        ("4", "no idea", 0.0),
+        ("4", r"\boxed{\frac{", 0.0),
+        ("???", "4", None),
+        ("", "4", None),
+    ],
+)
+def test_math(math_verifier, answer, completion, reward):
+    assert score(math_verifier, completion, answer=answer) == [Verdict(reward, parts={"math": reward})]
+
+
+def test_math_that_hangs_is_killed_and_results_keep_their_order(math_verifier):
+    verdicts = score(math_verifier, "1", "9**9**9**9", *["4", "5"] * 20)
+    assert [verdict.reward for verdict in verdicts] == [0.0, None, *[1.0, 0.0] * 20]
+    assert verdicts[1] == Verdict(None, "timeout", "math took longer than 3 s", {"math": None})
+    assert score(math_verifier, "4")[0].reward == 1.0
+
+
+def test_math_of_long_texts(math_verifier):
+    texts = ["word " * 1_000_000 + r"\boxed{4}", "\\boxed{" * 700_000, "4"]
+    verdicts = score(math_verifier, *texts)
+    assert verdicts[1].reward in (None, 0.0)
+    assert verdicts[2].reward == 1.0
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"pip install 'hacrl\[math\]'"):
+        Verifier([("math", 1.0)])
+
+
+def test_users_function_gets_what_trl_would_give_it():
+    with Verifier([("functions:shapes", 1.0)]) as verifier:
+        columns = {"answer": ["1", "2"], "level": [1, 2], "prompt": ["x", "y"]}
+        verdicts = verifier.score(["?", [{"role": "user", "content": "?"}]], ["a", "b"], columns)
+        assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
+        assert verifier.score([], [], {}) == []
+        with pytest.raises(ValueError, match="column level has 1 values for 2"):
+            verifier.score(["?", "?"], ["a", "b"], {"level": [1]})
+
+
+def test_users_function_that_hangs_or_ends_its_process(capfd):
+    with Verifier([("functions.py:by_text", 1.0)], call_timeout=1.0) as verifier:
+        assert score(verifier, "fine")[0].reward == 1.0
+        hung = Verdict(None, "timeout", "by_text took longer than 1 s", {"by_text": None})
+        assert score(verifier, "hang", "fine") == [hung, hung]
+        for text, end in {"exit": "exit code 3", "abort": "SIGABRT"}.items():
+            died = Verdict(None, "error", f"by_text ended its process ({end})", {"by_text": None})
+            assert score(verifier, text) == [died]
+        assert score(verifier, "fine")[0].reward == 1.0
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("scoring") == 5
+
+
+def test_users_function_with_a_mistake(folder):
+    line = FUNCTIONS[: FUNCTIONS.index("1 / 0")].count("\n") + 1
+    with Verifier([("functions:by_text", 1.0)]) as verifier:
+        for completions, message in {
+            ("raise",): f"raised ZeroDivisionError: division by zero ({folder}/functions.py:{line}).",
+            ("library",): f"No such file or directory: '/no/such/folder' ({folder}/functions.py:",
+            ("long", "long"): "returned 1 values, expected 2, one for each completion.",
+            ("none",): "returned a NoneType, expected a list of 1 numbers or None.",
+            ("nan",): "returned nan (float) for completion 0, expected a finite number or None.",
+            ("text",): "returned '1.0' (str) for completion 0, expected a finite number or None.",
+        }.items():
+            with pytest.raises(UserError) as caught:
+                score(verifier, *completions)
+            assert str(caught.value).startswith("Reward function functions:by_text ")
+            assert message in str(caught.value)
+        assert score(verifier, "fine")[0].reward == 1.0
+    with Verifier([("functions:needs_label", 1.0)]) as verifier, pytest.raises(UserError, match="'label'"):
+        score(verifier, "a")
+
+
+def test_functions_that_cannot_be_loaded(folder):
+    (folder / "broken.py").write_text("import os\nimport no_such_package\n")
+    (folder / "typo.py").write_text("def f(:\n")
+    (folder / "quits.py").write_text("raise SystemExit(4)")
+    for name, message in {
+        "maths": "exact and math are built in",
+        ":f": "exact and math are built in",
+        "nowhere:f": f"there is no module nowhere, neither installed nor in {folder}",
+        "functions.sub:f": "there is no module functions.sub",
+        "nowhere.py:f": f"there is no file {folder}/nowhere.py",
+        "functions:lenght": "the functions of functions are length, shapes, by_text",
+        "functions:number": "is not a function but a value of type int",
+        "functions.py:coroutine": "is async",
+        "broken:f": f"raised ModuleNotFoundError: No module named 'no_such_package' ({folder}/broken.py:2)",
+        "typo.py:f": "raised SyntaxError",
+        "quits:f": "ended its process (exit code 4) while it was imported",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            Verifier([(name, 1.0)])
+        assert name in str(caught.value)
+        assert message in str(caught.value)
+
+
+def half(prompts, completions, **columns):
+    return [0.5] * len(completions)
+
+
+def even_lengths_only(prompts, completions, **columns):
+    return [None if len(completion) % 2 else 1 for completion in completions]
+
+
+class Constant:
+    def __call__(self, prompts, completions, **columns):
+        return [True] * len(completions)
+
+
+def test_weighted_sum_and_functions_that_do_not_apply():
+    rewards = [(half, 2.0), (even_lengths_only, 0.1), ("functions:length", -1.0), ("exact", 10), (Constant(), 0.0)]
+    with Verifier(rewards) as verifier:
+        first, second = score(verifier, "ab", "4")
+    parts = {"half": 0.5, "even_lengths_only": 1.0, "length": 2.0, "exact": 0.0, "Constant": 1.0}
+    assert first == Verdict(pytest.approx(1.0 + 0.1 - 2.0), parts=parts)
+    assert second.reward == 1.0 - 1.0 + 10
+    assert second.parts["even_lengths_only"] is None
+    with Verifier([(even_lengths_only, 1.0)]) as verifier:
+        assert score(verifier, "a") == [Verdict(None, parts={"even_lengths_only": None})]
+
+
+def test_one_failure_makes_the_reward_none():
+    with Verifier([(half, 1.0), ("functions:by_text", 1.0)]) as verifier:
+        [verdict] = score(verifier, "abort")
+    assert (verdict.reward, verdict.problem, verdict.parts) == (None, "error", {"half": 0.5, "by_text": None})
+
+
+def test_callables_with_a_mistake():
+    async def coroutine(prompts, completions, **columns):
+        return [1.0]
+
+    def short(prompts, completions, **columns):
+        return []
+
+    def raises(prompts, completions, **columns):
+        raise RuntimeError("no key")
+
+    with pytest.raises(UserError, match="coroutine is async"):
+        Verifier([(coroutine, 1.0)])
+    with Verifier([(short, 1.0)]) as verifier, pytest.raises(UserError, match="returned 0 values, expected 1"):
+        score(verifier, "a")
+    with Verifier([(raises, 1.0)]) as verifier, pytest.raises(UserError, match=r"no key \(.*test_verify.py:\d+\)"):
+        score(verifier, "a")
+    for rewards in ([], [(half, 1.0), (half, 2.0)]):
+        with pytest.raises(UserError, match="names of their own"):
+            Verifier(rewards)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
+def test_memory_limit(folder):
+    worker = Worker(f"{folder}/functions.py:hungry", path=sys.path, memory=1 << 30)
+    reply = worker.call({"completions": ["a"]}, limit=60)
+    worker.close()
+    assert reply.outcome == "raised"
+    assert "MemoryError" in reply.detail
+
+
+@pytest.mark.parametrize(
+    ("sent", "outcome", "detail"),
+    [
+        (signal.SIGKILL, "died", "ended its process (SIGKILL)"),
+        (signal.SIGSTOP, "timeout", "took longer than 1 s"),
+    ],
+)
+def test_large_arguments_for_a_child_that_does_not_read(folder, sent, outcome, detail):
+    worker = Worker(f"{folder}/functions.py:pid", path=sys.path)
+    arguments = {"completions": ["a" * 10_000_000]}
+    [pid] = worker.call(arguments, limit=60).values
+    os.kill(int(pid), sent)
+    assert worker.call(arguments, limit=1) == Reply(outcome, detail=detail)
+    assert worker.call(arguments, limit=60).values != [pid]
+    worker.close()
+
+
+def test_children_end_with_a_killed_parent():
+    code = (
+        "import time; from hacrl.tasks.verify import Verifier\n"
+        "verifier = Verifier([('functions:pid', 1.0)])\n"
+        "print(int(verifier.score(['?'], ['a'], {})[0].reward), flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.kill()
+    for _ in range(300):
+        if not is_running(pid):
+            return
+        time.sleep(0.1)
+    pytest.fail("the child outlived its parent")
+
+
+def is_running(pid):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return state.strip() != "" and not state.startswith("Z")
