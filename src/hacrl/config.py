@@ -111,7 +111,7 @@ class TaskConfig(Strict):
     name: Literal["arithmetic"] | None = None
     """A built-in procedural task. Otherwise give `train`."""
     min_operators: Positive = 2
-    max_operators: Positive = 4
+    max_operators: Positive = 3
     max_operand: Annotated[int, Field(ge=9, le=99)] = 99
     train: str | None = None
     """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""

@@ -69,7 +69,7 @@ class ArithmeticTask:
         seed: int = 0,
         *,
         min_operators: int = 2,
-        max_operators: int = 4,
+        max_operators: int = 3,
         max_operand: int = 99,
         max_total: int = 99,
         minus_share: float = 0.5,

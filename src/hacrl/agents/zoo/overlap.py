@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from hacrl.agents.zoo.train import MAX_COMPLETION_LENGTH, PAIRS, greedy_rewards
+from hacrl.agents.zoo.train import MAX_COMPLETION_LENGTH, PAIRS, rewards
 from hacrl.tasks.arithmetic import ArithmeticTask, verify
 from hacrl.tasks.problem import Problem
 
@@ -101,7 +101,7 @@ def batches(items: list[Any]) -> Iterator[list[Any]]:
 
 
 def describe_model(model: Model, problems: list[Problem], sampled: list[Completion], scores: np.ndarray) -> str:
-    right = greedy_rewards(model.model, model.tokenizer, problems)
+    right = rewards(model.model, model.tokenizer, problems)
     minus = np.array([problem.columns["num_minus"] / problem.columns["num_operators"] for problem in problems])
     accuracy = np.mean([completion.right for completion in sampled])
     ended = np.mean([completion.ended for completion in sampled])
