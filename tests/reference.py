@@ -147,7 +147,9 @@ def capability_baseline(
     for j, r in zip(sources, rewards, strict=True):
         total += (1.0 if joint else omega(capabilities, k, j)) * r
     mu = total / len(rewards)
-    if guard and not min(rewards) <= mu <= max(rewards):
+    low, high = min(rewards), max(rewards)
+    rounding = 1e-9 * (high - low)  # a mu on the edge is inside, however its sum was rounded
+    if guard and not low - rounding <= mu <= high + rounding:
         own = [r for j, r in zip(sources, rewards, strict=True) if j == k]
         mu = mean(own) if own else mean(rewards)
     return mu

@@ -3,7 +3,7 @@
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ app = typer.Typer(
 console = Console()
 
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 Source = Annotated[str, typer.Argument(metavar="PRESET_OR_YAML", help="A preset, a YAML file, or a run to resume.")]
 Overrides = Annotated[
@@ -44,9 +45,13 @@ def train(
     if dry_run:
         print_plan(config)
         return
-    result = train_run(config, resume=resume, console=console)
+    try:
+        result = train_run(config, resume=resume, console=console)
+    except KeyboardInterrupt:  # here, because typer ends the program without a word
+        fail(f"interrupted; continue with `hacrl train {config.output_dir} --resume`.", 130)
     if result.already_finished:
-        console.print(f"{result.run_dir} is already finished: {result.summary['steps']} steps. Nothing to do.")
+        steps = result.summary["steps"]
+        console.print(f"{result.run_dir} is already finished: {steps} steps. Nothing to do.", markup=False)
     print_summary(result.run_dir, result.summary)
 
 
@@ -66,18 +71,19 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="zoo:NAME, a folder, a hub id, or a run.")],
     config: Annotated[str, typer.Option(help="A preset or YAML file whose task and settings are used.")] = "demo",
     checkpoint: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")] = None,
-    problems: Annotated[int | None, typer.Option(help="How many held-out problems.")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="How many held-out problems.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write every answer with its verdict to this file.")] = None,
 ) -> None:
     """Accuracy on held-out problems of a model, or of every agent of a run."""
     from hacrl.evaluation import evaluate_target
 
-    table = Table(title=f"Held-out accuracy of {target}", title_justify="left")
+    table = Table(title=Text(f"Held-out accuracy of {target}"), title_justify="left")
     for name in ("agent", "model", "accuracy", "95 % interval", "problems", "unverified"):
-        table.add_column(name, justify="left" if name in ("agent", "model") else "right")
+        table.add_column(name, justify="left" if name in ("agent", "model") else "right", overflow="fold")
     for row in evaluate_target(target, config, checkpoint, problems, output):
         interval = f"{row.low:.3f} – {row.high:.3f}"
-        table.add_row(row.agent, row.model, f"{row.accuracy:.3f}", interval, str(row.problems), str(row.unverified))
+        numbers = (f"{row.accuracy:.3f}", interval, str(row.problems), str(row.unverified))
+        table.add_row(row.agent, Text(row.model), *numbers)
     console.print(table)
 
 
@@ -89,7 +95,7 @@ def rollouts(
         int | None, typer.Option(help="Which prompt of the step, from 0; default: the first few.")
     ] = None,
     agent: Annotated[str | None, typer.Option(help="Only this agent's.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to show.")] = 3,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts to show.")] = 3,
 ) -> None:
     """Show the rollouts of a step, all agents' answers to one prompt together."""
     from hacrl.training.browse import show_rollouts
@@ -112,7 +118,7 @@ def models() -> None:
     console.print(table)
     presets = Table(title="Presets", title_justify="left")
     for name in ("preset", "agents", "about"):
-        presets.add_column(name)
+        presets.add_column(name, no_wrap=name == "preset", overflow="fold")
     for name in preset_names():
         data, _ = read_source(name)
         first_line = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
@@ -151,10 +157,11 @@ def print_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         counts = [f"{agent.get(name, 0):,}" for name in ("rollouts", "updates", "unverified", "dropped")]
         table.add_row(agent_id, *accuracies, *counts)
     console.print(table)
-    console.print(f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}", highlight=False)
+    look = f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}"
+    console.print(look, highlight=False, markup=False, soft_wrap=True)
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     Console(stderr=True).print(Text.assemble(("error ", "bold red"), message), soft_wrap=True)
     sys.exit(code)
 
@@ -166,12 +173,12 @@ def main() -> None:
         fail(str(error), 2)
     except TrainingDiverged as error:
         fail(f"{error} The last checkpoint is intact; continue from it with --resume.", 1)
-    except KeyboardInterrupt:
-        fail("interrupted; continue with `hacrl train RUN --resume`.", 130)
     except OSError as error:
-        if error.errno not in OUT_OF_SPACE:
-            raise
-        fail(f"The disk is full ({error}). Free some space, then continue with `hacrl train RUN --resume`.", 2)
+        if error.errno in OUT_OF_SPACE:
+            fail(f"The disk is full ({error}). Free some space; `hacrl train RUN --resume` continues a run.", 2)
+        if error.errno in NOT_USABLE:
+            fail(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", 2)
+        raise
 
 
 if __name__ == "__main__":

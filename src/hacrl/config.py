@@ -6,10 +6,12 @@ wrong types and impossible combinations before anything is loaded.
 
 import dataclasses
 import difflib
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
+import torch
 import yaml
 from pydantic import (
     BaseModel,
@@ -45,9 +47,14 @@ class Strict(BaseModel):
         if isinstance(data, dict):
             for name, value in data.items():
                 field = cls.model_fields.get(name)
-                if isinstance(value, bool) and field and field.annotation in (int, float):
+                if isinstance(value, bool) and field and is_number(field.annotation):
                     raise ValueError(f"{name} is a number, not {str(value).lower()}")
         return data
+
+
+def is_number(annotation: Any) -> bool:
+    """Whether a type is int or float, optional ones and those with limits included."""
+    return annotation in (int, float) or any(is_number(part) for part in get_args(annotation))
 
 
 class Settings(Strict):
@@ -61,7 +68,7 @@ class Settings(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
     """0: no limit."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion, besides the model's end-of-turn tokens."""
     num_iterations: Positive = 1
     """Passes over a batch."""
@@ -91,6 +98,15 @@ class Settings(Strict):
     """Log the KL divergence to the starting model even when beta is 0; keeps a copy of its weights."""
     max_logprob_gap: Annotated[float, Field(gt=0)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, device: str) -> str:
+        try:
+            torch.device("cpu" if device == "auto" else device)
+        except RuntimeError:
+            raise ValueError(f"{device!r} is not a device; use auto, cpu, cuda or cuda:N") from None
+        return device
 
 
 class AgentConfig(Settings):
@@ -122,7 +138,7 @@ class TaskConfig(Strict):
     """Split of a hub data set; for arithmetic `test` or `validation`."""
     eval_size: Positive = 500
     """At most so many held-out problems are used during training."""
-    reward: str | list[RewardConfig] | None = None
+    reward: list[RewardConfig] = []
     """exact, math or module:function; or a list of them with weights."""
     reward_timeout: Annotated[float, Field(gt=0)] = 10.0
     """Seconds for one completion in `math`."""
@@ -130,25 +146,31 @@ class TaskConfig(Strict):
     """Seconds for one call of your own function."""
     reward_workers: Positive = 2
 
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _as_list(cls, reward: Any) -> Any:
+        if reward is None:
+            return []
+        if not isinstance(reward, str | list):
+            raise ValueError(f"expected exact, math, module:function or a list of them, not {reward!r}")
+        listed = [reward] if isinstance(reward, str) else reward
+        return [{"name": item} if isinstance(item, str) else item for item in listed]
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.name is None) == (self.train is None):
             raise ValueError("give either name (a built-in task: arithmetic) or train (a file), not both")
-        if self.name is None and self.reward is None:
+        if self.name is None and not self.reward:
             raise ValueError("reward is missing: exact, math or module:function")
-        if self.name is not None and self.reward is not None:
+        if self.name is not None and self.reward:
             raise ValueError(f"the task {self.name} has its own verifier: remove reward")
+        if self.name is not None and self.eval is not None:
+            raise ValueError(f"the task {self.name} has its own held-out problems: remove eval")
         if self.min_operators > self.max_operators:
             raise ValueError("min_operators is larger than max_operators")
         if self.name == "arithmetic" and self.eval_split not in ("test", "validation"):
             raise ValueError("eval_split of arithmetic is test or validation")
         return self
-
-    @property
-    def rewards(self) -> list[RewardConfig]:
-        if isinstance(self.reward, str):
-            return [RewardConfig(name=self.reward)]
-        return self.reward or []
 
 
 class RunConfig(Settings):
@@ -174,7 +196,7 @@ class RunConfig(Settings):
     """Replace prompts whose rewards are all equal by further ones (DAPO)."""
     dynamic_sampling_rounds: Positive = 3
     """At most so many rounds of sampling a step."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     trace: bool = False
     """Write one line for every rollout each learner used in each update."""
     output_dir: str = "runs/default"
@@ -186,7 +208,10 @@ class RunConfig(Settings):
         if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
             return data
         shared = {name: data[name] for name in Settings.model_fields if name in data}
-        agents = [{**shared, **agent} if isinstance(agent, dict) else agent for agent in data["agents"]]
+        agents = []
+        for agent in data["agents"]:
+            own = agent.model_dump(exclude_unset=True) if isinstance(agent, AgentConfig) else agent
+            agents.append({**shared, **own} if isinstance(own, dict) else own)
         return {**data, "agents": agents}
 
     @field_validator("algorithm", mode="before")
@@ -199,14 +224,18 @@ class RunConfig(Settings):
         ids = [agent.id for agent in self.agents]
         if len(set(ids)) < len(ids):
             raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
+        alone = not self.algorithm.shares_rollouts or len(ids) == 1
         for agent in self.agents:
             where = f"agents.{agent.id}"
-            if agent.num_generations == 1 and (not self.algorithm.shares_rollouts or len(ids) == 1):
+            if agent.num_generations == 1 and alone:
                 raise ValueError(f"{where}.num_generations: 1 gives no group to compare with; use at least 2")
             try:
-                self.algorithm.check_schedule(self.updates_per_step(agent) * agent.num_iterations)
+                if not alone:
+                    self.algorithm.check_schedule(self.updates_per_step(agent) * agent.num_iterations)
             except ValueError as error:
                 raise ValueError(f"algorithm: {error}") from error
+        if self.keep_best and self.task.name is None and self.task.eval is None:
+            raise ValueError("keep_best: the best checkpoint is chosen on held-out problems; set task.eval")
         return self
 
     def rollouts_per_prompt(self, learner: AgentConfig) -> int:
@@ -256,26 +285,26 @@ def parse_algorithm(value: Any) -> Algorithm:
     if not isinstance(value, dict):
         raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
     name = value.get("name")
-    if name not in ALGORITHMS:
+    if name is None:
+        raise ValueError(f"name is missing; choose from {', '.join(ALGORITHMS)}")
+    if not isinstance(name, str) or name not in ALGORITHMS:
         raise ValueError(f"name: {name!r} is no algorithm{nearest(str(name), ALGORITHMS)}")
-    check_keys(value, ALGORITHMS[name], f"algorithm ({name})")
+    check_options(value, ALGORITHMS[name], name)
     if isinstance(value.get("capability"), dict):
-        check_keys(value["capability"], CapabilityOptions, "algorithm.capability")
-    for key, option in value.items():
-        field_type = {field.name: field.type for field in dataclasses.fields(ALGORITHMS[name])}[key]
-        if isinstance(option, bool) and field_type is float:
-            raise ValueError(f"{key} is a number, not {str(option).lower()}")
+        check_options(value["capability"], CapabilityOptions, "capability")
     try:
         return TypeAdapter(ALGORITHMS[name]).validate_python(value)
     except ValidationError as error:
         raise ValueError("; ".join(explain(error))) from None
 
 
-def check_keys(data: dict[str, Any], options: type, where: str) -> None:
-    known = [field.name for field in dataclasses.fields(options)]
-    for key in data:
-        if key not in known:
-            raise ValueError(f"{where} has no option {key!r}{nearest(str(key), known)}")
+def check_options(data: dict[str, Any], options: type, section: str) -> None:
+    types = {field.name: field.type for field in dataclasses.fields(options)}
+    for key, value in data.items():
+        if key not in types:
+            raise ValueError(f"{section} has no option {key!r} (set to {value!r}){nearest(str(key), types)}")
+        if isinstance(value, bool) and is_number(types[key]):
+            raise ValueError(f"{section}: {key} is a number, not {str(value).lower()}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -294,22 +323,26 @@ SECTIONS: dict[tuple[str, ...], type[Strict]] = {
 
 def explain(error: ValidationError) -> list[str]:
     """One line for each mistake: the place, the value and what to do."""
+    items = error.errors()
+    for_the_run = {item["loc"] for item in items}
     lines = []
-    for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"] if part != "list[RewardConfig]")
+    for item in items:
+        if item["loc"][0:1] == ("agents",) and item["loc"][2:] in for_the_run:
+            continue  # a setting of the run, which its agents share: told once
+        place = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if item["type"] == "extra_forbidden":
             section = tuple(part for part in item["loc"][:-1] if isinstance(part, str))
-            section = tuple(part for part in section if part != "list[RewardConfig]")
             key, model = str(item["loc"][-1]), SECTIONS.get(section, RunConfig)
             if model is AgentConfig and key in RunConfig.model_fields:
                 message = f"{key} is a setting of the whole run, not of one agent"
             else:
-                message = f"unknown key {key!r}{nearest(key, model.model_fields)}"
+                value = reprlib.repr(item["input"])
+                message = f"unknown key {key!r} (set to {value}){nearest(key, model.model_fields)}"
         elif item["type"] == "missing":
             message = "missing"
         elif item["type"] != "value_error":
-            message = f"{message} (got {item['input']!r})"
+            message = f"{message} (got {reprlib.repr(item['input'])})"
         lines.append(f"{place}: {message}" if place else message)
     return lines
 
@@ -323,6 +356,8 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
     if str(source) in preset_names():
         path = PRESETS / f"{source}.yaml"
     elif not path.is_file():
+        if (path / "config.yaml").is_file():
+            raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
         if path.suffix in (".yaml", ".yml") or path.parent != Path():
             raise UserError(
                 f"There is no file {path}. A preset ({', '.join(preset_names())}) or a YAML file is needed."
@@ -330,7 +365,7 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
         raise UserError(f"{str(source)!r} is neither a file nor a preset{nearest(str(source), preset_names())}")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or the date 2026-13-01
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} must hold keys and values (algorithm, agents, task, ...).")
@@ -346,12 +381,14 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             raise UserError(f"{override!r} is not of the form key=value, for example algorithm.alpha=3.")
         try:
             pairs.append((key.split("."), yaml.safe_load(text)))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise UserError(f"The value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
+    pairs = [pair for i, pair in enumerate(pairs) if all(pair[0] != later for later, _ in pairs[i + 1 :])]
     # The name decides which options exist, so it comes before them wherever it stands.
     pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
     for path, value in pairs:
-        renamed = path == ["algorithm", "name"] and (data.get("algorithm") or {}).get("name") != value
+        section = data.get("algorithm")
+        renamed = path == ["algorithm", "name"] and not (isinstance(section, dict) and section.get("name") == value)
         if renamed or (path == ["algorithm"] and isinstance(value, str)):
             data = {**data, "algorithm": {"name": value}}
         else:
@@ -366,7 +403,10 @@ def _replace(node: Any, path: Sequence[str], value: Any, where: str) -> Any:
     key, rest = path[0], path[1:]
     if isinstance(node, list):
         ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(node)]
-        position = ids.index(key) if key in ids else int(key) if key.isdigit() else -1
+        # An id may have dots itself: the longest that fits is meant.
+        parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
+        key, rest = ".".join(path[:parts]), path[parts:]
+        position = ids.index(key) if key in ids else int(key) if key.isdecimal() else -1
         if not 0 <= position < len(node):
             raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
         return [_replace(item, rest, value, where) if i == position else item for i, item in enumerate(node)]

@@ -32,6 +32,8 @@ def evaluate_target(
     """Greedy answers to the held-out problems of the run's task, or of the given config's."""
     if output is not None and output.exists():
         raise UserError(f"{output} already exists. Choose another --output.")
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"There is no folder {output.parent} for --output.")
     config, agents = _agents(target, config_source, step)
     task_config = config.task.model_copy(update={"eval_size": num_problems} if num_problems else {})
     task, _ = build_task(task_config, config.seed)

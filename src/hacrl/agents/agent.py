@@ -141,7 +141,8 @@ class Agent:
     def save(self, model_dir: Path, state_file: Path) -> None:
         self.model.save_pretrained(model_dir)
         self.tokenizer.save_pretrained(model_dir)
-        torch.save(self.learner.state_dict(), state_file)
+        with state_file.open("wb") as file:  # an open file, because then a full disk is an OSError
+            torch.save(self.learner.state_dict(), file)
 
     def load(self, model_dir: Path, state_file: Path) -> None:
         self.model.load_state_dict(load_model(self.config, model_dir).state_dict())

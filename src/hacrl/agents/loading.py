@@ -45,10 +45,7 @@ def resolve_model(model: str, where: str = "model") -> str:
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device: {device!r} is not a device; use auto, cpu, cuda or cuda:N.") from None
+    resolved = torch.device(device)
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device: {device} was asked for, but this machine has {torch.cuda.device_count()} GPUs.")
     return resolved
@@ -109,4 +106,7 @@ def count_parameters(config: AgentConfig) -> int:
 
 def _not_loaded(config: AgentConfig, error: Exception) -> UserError:
     reason = " ".join(str(error).split())
-    return UserError(f"agents.{config.id}.model: {config.model} could not be loaded: {reason}")
+    what = config.model
+    if not what.startswith("zoo:") and not Path(what).expanduser().is_dir():
+        what = f"there is no folder {what}, and the hub's model of that name"
+    return UserError(f"agents.{config.id}.model: {what} could not be loaded: {reason}")

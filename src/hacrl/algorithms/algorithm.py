@@ -8,6 +8,7 @@ An instance is its options. There is no state: what changes over time (capabilit
 updates made) is passed in.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -75,6 +76,11 @@ class Algorithm(ABC):
     name: str = ""
     beta: float = 0.0
     """Weight of the KL divergence to the starting model, on own rollouts."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and name != "reward_min" and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, but is {value}")
 
     def tracker(self, num_agents: int) -> CapabilityTracker:
         return CapabilityTracker(num_agents, CapabilityOptions())

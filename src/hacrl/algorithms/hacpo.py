@@ -8,6 +8,7 @@
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -54,15 +55,14 @@ class HACPO(Algorithm):
     capability: CapabilityOptions = field(default_factory=CapabilityOptions)
 
     def __post_init__(self) -> None:
-        if self.alpha < 0:
-            raise ValueError(f"alpha must not be negative, but is {self.alpha}")
+        super().__post_init__()
         if not 0 < self.delta <= 1:
             raise ValueError(
                 f"delta must lie in (0, 1], but is {self.delta}; the paper's table 5 prints the "
                 "lower bound 1 - delta (0.8) under this name"
             )
-        if self.delta_step < 0:
-            raise ValueError(f"delta_step must not be negative, but is {self.delta_step}")
+        if not math.isfinite(self.reward_min):
+            raise ValueError(f"reward_min must be finite, but is {self.reward_min}")
 
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)

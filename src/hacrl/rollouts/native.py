@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from hacrl.errors import TrainingDiverged
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Completion, FinishReason
 
@@ -51,6 +52,8 @@ class NativeEngine:
         ids_PL, mask_PL = pad_left(prompts, longest, self.stop_ids[0], self.device)
         cache = DynamicCache(config=self.model.config)
         logits_PV = self._forward(ids_PL, mask_PL, cache)
+        if not bool(torch.isfinite(logits_PV).all()):
+            raise TrainingDiverged("A model gives logits that are not finite, so nothing can be sampled from it.")
         cache.batch_repeat_interleave(G)
         logits_BV = logits_PV.repeat_interleave(G, dim=0)
         mask_BL = mask_PL.repeat_interleave(G, dim=0)

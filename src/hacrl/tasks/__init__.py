@@ -52,7 +52,7 @@ def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
         if shared:
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")
     verifier = Verifier(
-        [(reward.name, reward.weight) for reward in config.rewards],
+        [(reward.name, reward.weight) for reward in config.reward],
         timeout=config.reward_timeout,
         call_timeout=config.reward_call_timeout,
         workers=config.reward_workers,

@@ -184,12 +184,21 @@ def _prompt(row: Row, place: str) -> Prompt:
         raise UserError(_lacks(row, place, "prompt", PROMPT_COLUMNS))
     prompt = row[column]
     if isinstance(prompt, str):
-        return prompt
+        return _valid(prompt, place)
     if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
         raise UserError(
             f"{place}: {column} is neither text nor a list of chat messages, each with text as role and content."
         )
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    return [{"role": message["role"], "content": _valid(message["content"], place)} for message in prompt]
+
+
+def _valid(text: str, place: str) -> str:
+    """JSON can spell half of a character, "\\ud83d", which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}: the prompt is not valid Unicode ({error}). Mend or remove it.") from error
+    return text
 
 
 def _is_message(message: object) -> bool:

@@ -12,7 +12,8 @@ from rich.text import Text
 from hacrl.errors import UserError
 from hacrl.training.run_dir import RunDir, read_jsonl
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What moves the cursor, changes colours or turns the direction of the text."""
 MAX_CHARACTERS = 2_000
 
 
@@ -67,5 +68,5 @@ def _show_group(console: Console, step: int, position: int, group: list[dict[str
 
 def harmless(text: str) -> Text:
     """Model text as plain text: no markup, no control codes, not endless."""
-    shown = CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text[:MAX_CHARACTERS])
+    shown = CONTROL.sub(lambda match: ascii(match.group())[1:-1], text[:MAX_CHARACTERS])
     return Text(shown + (f" … ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""))

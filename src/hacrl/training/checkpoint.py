@@ -6,6 +6,7 @@ Whatever kills the process, a folder named `checkpoint-<step>` with its marker i
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +24,35 @@ def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents
     final = checkpoint_dir(run_dir, step)
     aside = run_dir / f".{final.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
-    (aside / "state").mkdir(parents=True)
-    save_agents(aside)
-    (aside / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
-    (aside / MARKER).write_text(f"{step}\n", encoding="utf-8")
-    for path in [*aside.rglob("*"), aside]:
-        sync(path)
+    try:
+        (aside / "state").mkdir(parents=True)
+        save_agents(aside)
+        (aside / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
+        (aside / MARKER).write_text(f"{step}\n", encoding="utf-8")
+        for path in [*aside.rglob("*"), aside]:
+            sync(path)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        number = system_error(error)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(final)) from error
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     sync(run_dir)
     return final
+
+
+def system_error(error: BaseException | None) -> int | None:
+    """The errno behind a library's own error: torch chains the OSError, the Rust libraries quote its number."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        quoted = re.search(r"\(os error (\d+)\)", str(error))
+        if quoted:
+            return int(quoted[1])
+        error = error.__context__
+    return None
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Progress:
 
     def _table(self) -> Table:
         caption = f"step {self.step}/{self.config.max_steps} · {self.phase} · time left {self.time_left()}"
-        table = Table(title=self.title, caption=caption, title_justify="left", caption_justify="left")
+        table = Table(title=Text(self.title), caption=caption, title_justify="left", caption_justify="left")
         table.add_column("agent")
         rows = [self._cells(agent.id) for agent in self.config.agents]
         for name in rows[0]:

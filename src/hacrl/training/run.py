@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from hacrl.agents.loading import resolve_model
 from hacrl.config import RunConfig, apply_overrides
 from hacrl.errors import UserError
 from hacrl.execution.local import LocalExecutor
@@ -45,6 +46,8 @@ def train(
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
+    for agent in config.agents:
+        resolve_model(agent.model, f"agents.{agent.id}.model")
     task, remarks = build_task(config.task, config.seed)
     with task.verifier, Progress(config, console, title) as progress:
         executor = LocalExecutor(config)
@@ -52,11 +55,12 @@ def train(
             remarks.append(f"Agent {agent_id} has no chat template: string prompts are given to it as they are.")
         for remark in remarks:
             console.print(f"[yellow]note[/yellow] {remark}", highlight=False)
-        executor.check_prompts([*task.listed, *task.eval_problems])
+        executor.check_prompts([*task.train(0, config.prompts_per_step), *task.listed, *task.eval_problems])
         run = run if resume else RunDir.create(config)
         trainer = Trainer(config, task, executor, run, progress)
         if resume:
             trainer.resume()
+            run.write_config(config)
         summary = trainer.train()
     return RunResult(run.path, summary, resumed=resume)
 

@@ -1,14 +1,13 @@
 """The files of one run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json."""
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hacrl.config import RunConfig
+from hacrl.config import RunConfig, read_source
 from hacrl.errors import UserError
 
 
@@ -33,7 +32,7 @@ class RunDir:
         cls.check_free(config.output_dir)
         run = cls(config.output_dir)
         run.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(run.config_file, config.to_yaml())
+        run.write_config(config)
         return run
 
     @classmethod
@@ -60,8 +59,11 @@ class RunDir:
 
     def config(self) -> RunConfig:
         """The resolved config, with the folder it was found in as its output_dir."""
-        data = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        data, _ = read_source(self.config_file)
         return RunConfig.from_dict({**data, "output_dir": str(self.path)}, str(self.config_file))
+
+    def write_config(self, config: RunConfig) -> None:
+        write_atomically(self.config_file, config.to_yaml())
 
     def summary(self) -> dict[str, Any] | None:
         if not self.summary_file.is_file():
@@ -101,7 +103,9 @@ class RunDir:
 
 
 def to_json(line: dict[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False, allow_nan=False)
+    """One line of JSON; a number that is not finite, which JSON has no word for, is null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -110,8 +114,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def write_atomically(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     aside.replace(path)

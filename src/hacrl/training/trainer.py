@@ -251,7 +251,7 @@ class Trainer:
             }
             for name, column in records.items():
                 if name not in ("row", "mean_weight"):
-                    line[name] = None if column[i] == math.inf else column[i]
+                    line[name] = column[i]
             lines.append(line)
         return lines
 

@@ -1,0 +1,256 @@
+"""What the docs claim is true of the code: links, defaults, fields, metrics, snippets, and who imports whom."""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import MakeConfig
+from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions
+from hacrl.config import RunConfig, TaskConfig, parse_algorithm
+from hacrl.training.run import train
+from hacrl.training.run_dir import RunDir, read_jsonl
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "hacrl"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+
+CODE = re.compile(r"`([^`]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+
+
+def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """The header and the rows of each table."""
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
+        yield header, rows
+
+
+def first_column(heading: str) -> list[str]:
+    """Everything in code style in the first column of the tables with this heading."""
+    cells = [row[0] for header, rows in tables(ALGORITHM) if header[0] == heading for row in rows]
+    return [name for cell in cells for name in CODE.findall(cell)]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+# --- links, options, snippets ----------------------------------------------------------------------
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in ("".join(found) for found in LINK.findall(text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or linked.suffix != ".md" or anchor in headings(linked), f"{page.name} links to {target}"
+
+
+def default_of(option: str) -> Any:
+    section, _, name = option.rpartition(".")
+    match section:
+        case "algorithm":
+            return getattr(HACPO(), name)
+        case "algorithm.capability":
+            return getattr(CapabilityOptions(), name)
+        case "task":
+            return TaskConfig.model_fields[name].default
+    assert section == "", option
+    return RunConfig.model_fields[name].default
+
+
+def documented_defaults() -> dict[str, Any]:
+    found = {}
+    for header, rows in tables(ALGORITHM):
+        if header[:2] == ["option", "default"]:
+            found |= {CODE.findall(row[0])[0]: yaml.safe_load(row[1].strip("`")) for row in rows}
+    return found
+
+
+def test_documented_defaults_are_those_of_the_code() -> None:
+    documented = documented_defaults()
+    assert documented == {option: default_of(option) for option in documented}
+
+
+def test_every_option_of_hacpo_is_documented() -> None:
+    own = {f"algorithm.{f.name}" for f in dataclasses.fields(HACPO)} - {"algorithm.name", "algorithm.capability"}
+    capability = {f"algorithm.capability.{f.name}" for f in dataclasses.fields(CapabilityOptions)}
+    assert own | capability <= set(documented_defaults())
+
+
+def test_clips_of_all_algorithms_are_those_of_the_code() -> None:
+    ((header, rows),) = [table for table in tables(ALGORITHM) if table[0][:2] == ["name", "epsilon"]]
+    documented = {CODE.findall(row[0])[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert documented.keys() == ALGORITHMS.keys()
+    for name, row in documented.items():
+        algorithm = parse_algorithm({"name": name})
+        clip = {"epsilon": float(row["epsilon"]), "epsilon_high": float(row["epsilon_high"])}
+        assert clip == {option: getattr(algorithm, option) for option in clip}
+        assert (row["rollouts"] == "everybody's") == algorithm.shares_rollouts
+
+
+@pytest.mark.parametrize("line", blocks(ROOT / "docs" / "algorithm.md", "sh")[0].splitlines())
+def test_the_ablations_are_valid(line: str) -> None:
+    _, _, preset, *overrides = line.partition("#")[0].split()
+    RunConfig.load(preset, overrides)
+
+
+def test_the_snippet_for_other_trainers_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = blocks(ROOT / "docs" / "algorithm.md", "python")
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    assert names["omega_KK"][1, 0] == pytest.approx(3.0)
+    assert names["terms"].kept_N.all()
+    assert names["logp_NT"].grad.abs().sum() > 0
+    assert "0.95" in capsys.readouterr().out
+
+
+def test_the_example_algorithm_works_as_it_stands(monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig) -> None:
+    (snippet,) = blocks(ROOT / "docs" / "architecture.md", "python")
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(snippet, names)
+    monkeypatch.setitem(ALGORITHMS, "unclipped", names["Unclipped"])
+    changes = {"max_steps": 1, "prompts_per_step": 2, "task": {"name": "arithmetic", "eval_size": 2}}
+    config = make_config("llama-plus", algorithm={"name": "unclipped", "scale": 0.5}, trace=True, **changes)
+    trace = read_jsonl(RunDir(train(config).run_dir).step_file("trace", 1))
+    assert [line["weight"] for line in trace] == pytest.approx([0.5] * len(trace), abs=1e-3)
+
+
+# --- files and metrics of a run --------------------------------------------------------------------
+
+REWARD = """
+def alternate(completions, **columns):
+    return [float(position % 2) for position in range(len(completions))]
+
+
+def unsure(completions, **columns):
+    return [0.5 if position else None for position in range(len(completions))]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """One step of two agents with two tokenizers, on two prompts."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    rows = [{"prompt": "12+34+5=", "answer": "51"}, {"prompt": "70-8-9=", "answer": "53"}]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = str(folder / "data.jsonl")
+    config = RunConfig.from_dict(
+        {
+            "algorithm": {"name": "hacpo", "delta": 1.0},
+            "agents": [
+                {"id": "chars", "model": "zoo:llama-plus", "max_completion_length": 16},
+                {"id": "pairs", "model": "zoo:neox-pair"},
+            ],
+            "task": {
+                "train": data,
+                "eval": data,
+                "reward": [f"{folder}/reward.py:{f}" for f in ("alternate", "unsure")],
+            },
+            "prompts_per_step": 2,
+            "rollouts_per_update": 32,
+            "num_generations": 8,
+            "max_prompt_length": 32,
+            "max_completion_length": 8,
+            "dynamic_sampling": True,
+            "dynamic_sampling_rounds": 1,
+            "max_steps": 1,
+            "trace": True,
+            "output_dir": str(folder / "run"),
+        }
+    )
+    return RunDir(train(config).run_dir)
+
+
+def documented_name(name: str, agents: list[str]) -> str:
+    """The pattern of the docs for a name in metrics.jsonl: `<agent>`, `<source>`, `<reason>` for what varies."""
+    one_of = "|".join(map(re.escape, agents))
+    name = re.sub(rf"^({one_of})/", "<agent>/", name)
+    name = re.sub(rf"^<agent>/from_({one_of})/", "<agent>/from_<source>/", name)
+    reasons = "|".join(map(re.escape, first_column("reason")))
+    return re.sub(rf"/dropped/({reasons})$", "/dropped/<reason>", name)
+
+
+def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunDir) -> None:
+    agents = [agent.id for agent in run.config().agents]
+    logged = {documented_name(name, agents) for line in run.metrics() for name in line}
+    documented = first_column("metric")
+    assert len(documented) == len(set(documented))
+    assert logged <= set(documented)
+    # The run has all there is; only whether the short-limited learner must drop something is up to what is sampled.
+    assert set(documented) - logged <= {"<agent>/from_<source>/dropped/<reason>"}
+
+
+def test_the_reasons_for_dropping_are_documented() -> None:
+    source = "".join((PACKAGE / "agents" / name).read_text(encoding="utf-8") for name in ("agent.py", "retokenize.py"))
+    raised = re.findall(r'Dropped\("(\w+)"\)', source) + re.findall(r'dropped\[rollout.source, "(\w+)"\]', source)
+    assert sorted(raised) == sorted(first_column("reason"))
+
+
+def test_every_field_of_rollouts_and_trace_is_documented(run: RunDir) -> None:
+    trace = read_jsonl(run.step_file("trace", 1))
+    assert all(sorted(line) == sorted(first_column("field of trace")) for line in trace)
+    failed = {"problem", "detail"}
+    fields = set(first_column("field of rollouts"))
+    assert failed < fields
+    assert all(set(line) == fields - failed for line in read_jsonl(run.step_file("rollouts", 1)))
+
+
+def test_every_file_of_a_run_is_documented(run: RunDir) -> None:
+    agents = {agent.id for agent in run.config().agents}
+    documented = {name.rstrip("/") for name in first_column("file")}
+    for path in run.path.rglob("*"):
+        name = re.sub(r"checkpoint-\d+", "checkpoint-<step>", str(path.relative_to(run.path)))
+        name = "/".join("<id>" + Path(part).suffix if Path(part).stem in agents else part for part in name.split("/"))
+        known = name in documented or any(d.startswith(f"{name}/") for d in documented)
+        assert known or "agents/<id>/" in name, name
+
+
+# --- the rules of the house ------------------------------------------------------------------------
+
+ROOMS = ["cli", "training", "execution", "agents", "rollouts", "tasks", "config", "algorithms"]
+
+
+def test_arrows_point_one_way() -> None:
+    assert " -> ".join(ROOMS) in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room not in ROOMS:
+            continue
+        for name in imports(path):
+            package, _, rest = name.partition(".")
+            imported = rest.partition(".")[0]
+            if package == "hacrl" and imported in ROOMS:
+                assert ROOMS.index(imported) >= ROOMS.index(room), f"{path} imports {name}"
+            if room == "algorithms":
+                own = name.startswith("hacrl.algorithms.")
+                assert own or package == "torch" or package in sys.stdlib_module_names, f"{path} imports {name}"
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
