@@ -1,6 +1,9 @@
 """`make demo`: the demo pair learns together with HACPO, and each alone with GSPO, for the same rollouts."""
 
 import json
+import os
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,14 +57,17 @@ def print_result(console: Console, summaries: dict[str, dict[str, Any]], base: P
     spent = [f"{name} {summary['rollouts']:,}" for name, summary in summaries.items()]
     console.print(f"Rollouts sampled: {', '.join(spent)}. Time: {duration(seconds)}. Files: {base}", highlight=False)
     console.print(evidence(), highlight=False)
-    console.print(
-        "\nNext:\n"
-        f"  hacrl rollouts {base / 'hacpo'} --prompt 0        look at what they wrote\n"
-        f"  hacrl eval {base / 'hacpo'} --problems 5000       measure again, on more problems\n"
-        "  hacrl train team                           three agents, three tokenizers\n"
-        "  hacrl train my.yaml                        your own models: see README.md for a config",
-        highlight=False,
-    )
+    hacrl = "hacrl" if shutil.which("hacrl") else os.path.relpath(Path(sys.executable).with_name("hacrl"))
+    steps = [
+        (f"{hacrl} rollouts {base / 'hacpo'} --prompt 0", "look at what they wrote"),
+        (f"{hacrl} eval {base / 'hacpo'} --problems 5000", "measure again, on more problems"),
+        (f"{hacrl} train team", "three agents with three tokenizers"),
+        (f"{hacrl} train my.yaml", "your own models: README.md has a config to start from"),
+    ]
+    width = max(len(command) for command, _ in steps)
+    console.print("\nNext:")
+    for command, purpose in steps:
+        console.print(f"  {command:<{width}}   {purpose}", highlight=False, soft_wrap=True)
 
 
 def evidence() -> str:

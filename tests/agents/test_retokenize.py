@@ -4,11 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hacrl.agents.agent import Agent
+from hacrl.agents.learning import Lesson
 from hacrl.agents.loading import resolve_model
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode, vocabulary_fingerprint
+from hacrl.algorithms import HACPO
+from hacrl.config import AgentConfig
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask, worked_answer
 
@@ -132,3 +137,27 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
 def test_fingerprint_survives_saving(tmp_path: Path, learner: PreTrainedTokenizerFast) -> None:
     learner.save_pretrained(tmp_path)
     assert vocabulary_fingerprint(AutoTokenizer.from_pretrained(tmp_path)) == vocabulary_fingerprint(learner)
+
+
+def test_what_a_learner_drops_is_counted_by_source_and_reason() -> None:
+    """One lesson with an own rollout and foreign ones that a character tokenizer can and cannot write."""
+    agent = Agent(AgentConfig(id="a", model="zoo:llama-plus", log_kl=False), 0, HACPO(), seed=0)
+    problem = ArithmeticTask().heldout("test", 1)[0]
+    (own, *_) = agent.sample([problem], step=1, sampling_round=0)
+    texts = [worked_answer(problem), "🙂", "</s>", "naïve", "1+1=2;#2", ""]
+    foreign = [rollout(text, logps=[-0.1] * 9, token_ids=[1] * 9, index=i) for i, text in enumerate(texts)]
+    rollouts = [own, *foreign]
+    lesson = Lesson(
+        step=1,
+        prompts=[problem.prompt],
+        rollouts=rollouts,
+        advantage_N=torch.linspace(-1, 1, len(rollouts), dtype=torch.float64),
+        omega_N=torch.ones(len(rollouts), dtype=torch.float64),
+        minibatches=[[0]],
+        learning_rate=1e-4,
+    )
+    result = agent.learn(lesson)
+    assert result.dropped == {(1, "not_reversible"): 3, (1, "empty"): 1}
+    assert sorted(result.records["row"].tolist()) == [0, 1, 5]
+    # A mean over what is left: dropped rollouts do not dilute it.
+    assert sorted(result.records["mean_weight"].tolist()) == [0.5, 0.5, 1.0]

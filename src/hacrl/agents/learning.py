@@ -275,7 +275,7 @@ class LearningStep:
         if sums["gap_tokens"]:
             metrics["logprob_gap"] = sums["gap"] / sums["gap_tokens"]
             metrics["logprob_gap_max"] = self._gap_max
-            if not metrics["logprob_gap"] <= config.max_logprob_gap:
+            if metrics["logprob_gap"] > config.max_logprob_gap:
                 raise UserError(
                     f"Agent {config.id}, step {self.lesson.step}: the log-probabilities recorded while sampling "
                     f"differ from the learner's by {metrics['logprob_gap']:.3g} per token on average (limit "

@@ -72,6 +72,8 @@ class Algorithm(ABC):
 
     shares_rollouts: ClassVar[bool] = False
     """Whether a learner also uses the rollouts of the others."""
+    may_be_negative: ClassVar[frozenset[str]] = frozenset()
+    """Options for which a number below 0 makes sense."""
 
     name: str = ""
     beta: float = 0.0
@@ -79,7 +81,7 @@ class Algorithm(ABC):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and name != "reward_min" and not 0 <= value < math.inf:
+            if isinstance(value, int | float) and name not in self.may_be_negative and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, but is {value}")
 
     def tracker(self, num_agents: int) -> CapabilityTracker:

@@ -26,12 +26,13 @@ from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequenc
 @dataclass(frozen=True)
 class HACPO(Algorithm):
     shares_rollouts: ClassVar[bool] = True
+    may_be_negative: ClassVar[frozenset[str]] = frozenset({"reward_min"})
 
     name: Literal["hacpo"] = "hacpo"
     alpha: float = 1.0
     """Power of the exponential importance weight; 0 switches it off."""
     delta: float = 0.2
-    """Half-open band of the first update: foreign ratios in [1 - delta, 1] teach."""
+    """Foreign ratios in [1 - delta, 1] teach in the first update."""
     delta_step: float = 0.025
     """How much the lower bound rises with each update of a step."""
     epsilon: float = 3.0e-4
@@ -66,7 +67,7 @@ class HACPO(Algorithm):
 
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
-        if self.cross_clip and last >= 1 - 1e-12 and not self.allow_closed_band:
+        if self.cross_clip and self.cross_weight > 0 and last >= 1 - 1e-12 and not self.allow_closed_band:
             raise ValueError(
                 f"with delta {self.delta} and delta_step {self.delta_step} the band of foreign "
                 f"ratios closes before the last of the {updates_per_step} updates of a step; use a "
@@ -142,7 +143,8 @@ class HACPO(Algorithm):
         if self.cross_clip:
             lower = stepwise_lower_bound(update, self.delta, self.delta_step)
             upper = 1.0
-            weight_N, kept_N = stepwise_clip(ratio_N, lower, self.alpha)
+            weight_N, inside_N = stepwise_clip(ratio_N, lower, self.alpha)
+            kept_N = inside_N & has_gradient(log_ratio_N)
         else:
             lower, upper = 0.0, torch.inf
             weight_N = exponential_ratio(ratio_N, self.alpha)

@@ -16,6 +16,9 @@ from hacrl.tasks.problem import Problem
 
 T = TypeVar("T")
 
+THREADS = torch.get_num_threads()
+"""Before the agents of a run share them: a second run in this process starts from as many."""
+
 
 class LocalExecutor:
     """Runs what the trainer asks of the agents. `seconds` holds how long each agent took for the last call."""
@@ -24,10 +27,9 @@ class LocalExecutor:
         self.agents = [Agent(agent, index, config.algorithm, config.seed) for index, agent in enumerate(config.agents)]
         self.seconds = [0.0] * len(self.agents)
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
-        self.workers = min(len(self.agents), torch.get_num_threads()) if on_cpu else 1
-        if self.workers > 1:
-            # Small models gain more from working side by side than from several threads each.
-            torch.set_num_threads(torch.get_num_threads() // self.workers)
+        self.workers = min(len(self.agents), THREADS) if on_cpu else 1
+        # Small models gain more from working side by side than from several threads each.
+        torch.set_num_threads(THREADS // self.workers)
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         for agent in self.agents:

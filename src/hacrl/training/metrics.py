@@ -41,7 +41,7 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
     """What the clip did to the learner's own rollouts, beside what it reports itself."""
-    metrics = dict(result.metrics)
+    metrics = dict(result.metrics) | _dropped(result, learner)
     records = result.records
     if records:
         source = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
@@ -57,6 +57,12 @@ def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metri
     return metrics
 
 
+def _dropped(result: LearnResult, source: int) -> Metrics:
+    """How many rollouts of a source the learner could not use, in all and by reason."""
+    reasons = {reason: count for (j, reason), count in result.dropped.items() if j == source}
+    return {"dropped": sum(reasons.values()), **{f"dropped/{reason}": count for reason, count in reasons.items()}}
+
+
 def gradient_mass(records: dict[str, np.ndarray], chosen: np.ndarray) -> float:
     """Sum of |weight x advantage| that reaches the gradient: how much a set of rollouts moved the learner."""
     mass = np.abs(records["weight"] * records["advantage"]) * records["kept"] * records["mean_weight"]
@@ -65,10 +71,7 @@ def gradient_mass(records: dict[str, np.ndarray], chosen: np.ndarray) -> float:
 
 def pair_metrics(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     """How a learner used the rollouts of another agent."""
-    metrics: Metrics = {
-        "dropped": sum(count for (j, _), count in result.dropped.items() if j == source),
-        **{f"dropped/{reason}": count for (j, reason), count in result.dropped.items() if j == source},
-    }
+    metrics = _dropped(result, source)
     records = result.records
     if not records:
         return metrics

@@ -141,6 +141,8 @@ class Trainer:
         for sampling_round in range(rounds):
             problems = self.task.train(self.position, wanted - len(chosen))
             self.position += len(problems)
+            known = {problem.id for problem, _ in [*chosen, *spare]}
+            problems = [problem for problem in problems if problem.id not in known]
             self.watcher.on_phase("sampling")
             rollouts = self.executor.sample(problems, self.step, sampling_round)
             seconds += self.executor.seconds
