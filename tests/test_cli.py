@@ -342,6 +342,19 @@ def model_without_weights() -> dict[str, Any]:
     return {"agents": [{"id": "a", "model": "./model"}]}
 
 
+def model_with_damaged_weights() -> dict[str, Any]:
+    shutil.copytree(ZOO / "llama-weak", "model")
+    weights = Path("model/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    return {"agents": [{"id": "a", "model": "./model"}]}
+
+
+def model_with_too_few_weights() -> dict[str, Any]:
+    shutil.copytree(ZOO / "llama-weak", "model")
+    edit_json(Path("model/config.json"), num_hidden_layers=7)
+    return {"agents": [{"id": "a", "model": "./model"}]}
+
+
 def model_without_end_of_turn() -> dict[str, Any]:
     without_end_of_turn("endless")
     return {"agents": [TINY["agents"][0], {"id": "b", "model": "./endless"}]}
@@ -408,6 +421,13 @@ def system_prompt_without_template() -> dict[str, Any]:
     return {"agents": [{"id": "a", "model": "./plain", "system_prompt": "Think."}]}
 
 
+def chat_template_that_refuses() -> dict[str, Any]:
+    shutil.copytree(ZOO / "llama-weak", "model")
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    Path("model/chat_template.jinja").write_text(template, encoding="utf-8")
+    return {"agents": [{"id": "a", "model": "./model", "system_prompt": "Think."}]}
+
+
 def gpu_that_is_not_there() -> dict[str, Any]:
     return {"device": "cuda:99"}
 
@@ -436,6 +456,8 @@ BAD_INPUT: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (misspelt_zoo_model, ["agents.b.model", "'llama-week'", "did you mean llama-weak?"]),
     (folder_without_model, ["agents.a.model", "model has no config.json"]),
     (model_without_weights, ["agents.a.model", "./model could not be loaded"]),
+    (model_with_damaged_weights, ["agents.a.model", "./model could not be loaded", "not fully covered"]),
+    (model_with_too_few_weights, ["agents.a.model", "./model could not be loaded", "lack", "model.layers.3."]),
     (model_without_end_of_turn, ["agents.b", "no end-of-turn token", "eos_token", "tokenizer_config.json"]),
     (long_prompt, ["train-long", "83 tokens", "agent a", "max_prompt_length (32)", "Raise it or remove"]),
     (long_heldout_prompt, ["eval-000000", "max_prompt_length (32)"]),
@@ -449,6 +471,7 @@ BAD_INPUT: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (missing_reward_function, ["rewards.py:score", "there is no file"]),
     (chat_messages_without_template, ["agents.b", "./plain has no chat template", "chat messages"]),
     (system_prompt_without_template, ["agents.a", "has no chat template", "system_prompt"]),
+    (chat_template_that_refuses, ["agents.a", "the chat template of ./model refuses", "No system role"]),
     (gpu_that_is_not_there, ["device", "cuda:99"]),
     (output_dir_is_a_file, ["output_dir", "tiny.yaml is a file", "Choose another"]),
     (output_dir_below_a_file, ["tiny.yaml/run", "Not a directory"]),

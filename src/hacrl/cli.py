@@ -110,11 +110,12 @@ def models() -> None:
     from hacrl.config import PRESETS, preset_names, read_source
 
     table = Table(title="The zoo: tiny models for experiments on a laptop", title_justify="left")
-    for name in ("model", "architecture", "tokenizer", "parameters", "accuracy (validation)"):
-        table.add_column(name, justify="right" if name in ("parameters", "accuracy (validation)") else "left")
+    for name in ("model", "architecture", "tokenizer", "parameters", "accuracy, sampled", "greedy"):
+        left = name in ("model", "architecture", "tokenizer")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "model")
     for row in catalog():
-        accuracy = f"{row.validation_accuracy:.2f}"
-        table.add_row(f"zoo:{row.name}", row.architecture, row.tokenizer, f"{row.parameters:,}", accuracy)
+        accuracies = [f"{accuracy:.2f}" for accuracy in (row.sampled_accuracy, row.validation_accuracy)]
+        table.add_row(f"zoo:{row.name}", row.architecture, row.tokenizer, f"{row.parameters:,}", *accuracies)
     console.print(table)
     presets = Table(title="Presets", title_justify="left")
     for name in ("preset", "agents", "about"):

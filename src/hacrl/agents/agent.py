@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 
 from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import end_of_turn_ids, load_model, load_tokenizer
@@ -51,9 +52,14 @@ class Agent:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"agents.{self.config.id}: the chat template of {self.config.model} refuses a prompt: {error}."
+            ) from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt_ids(self, problem: Problem) -> list[int]:

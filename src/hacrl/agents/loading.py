@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -71,14 +72,18 @@ def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
     """The model in its training dtype on its device, without dropout; safetensors only."""
     source = source or resolve_model(config.model, f"agents.{config.id}.model")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=DTYPES[config.dtype],
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(config, error) from None
+    if missing := sorted(report["missing_keys"]):
+        # They would start at random, which looks like a very weak model and nothing else.
+        raise _not_loaded(config, ValueError(f"its files lack {len(missing)} weights, the first is {missing[0]}."))
     return model.to(resolve_device(config.device)).eval()
 
 

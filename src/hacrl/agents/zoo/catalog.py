@@ -12,6 +12,7 @@ class ZooModel:
     architecture: str
     tokenizer: str
     parameters: int
+    sampled_accuracy: float
     validation_accuracy: float
 
 
