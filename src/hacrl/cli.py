@@ -173,7 +173,12 @@ def main() -> None:
     except UserError as error:
         fail(str(error), 2)
     except TrainingDiverged as error:
-        fail(f"{error} The last checkpoint is intact; continue from it with --resume.", 1)
+        advice = "Checkpoints are intact: start a new run whose agents' model is RUN/checkpoint-STEP/agents/ID, with a"
+        fail(f"{error} {advice} smaller learning_rate.", 1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's own class, without importing torch here
+            raise
+        fail(f"Out of memory ({error}). Lower micro_batch_size or sampling_batch_size, or give each agent its GPU.", 2)
     except OSError as error:
         if error.errno in OUT_OF_SPACE:
             fail(f"The disk is full ({error}). Free some space; `hacrl train RUN --resume` continues a run.", 2)

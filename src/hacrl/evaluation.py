@@ -21,7 +21,7 @@ class Accuracy:
     accuracy: float
     low: float
     high: float
-    """Wilson's 95 % interval over the problems."""
+    """The 95 % interval over the problems."""
     problems: int
     unverified: int
 
@@ -37,10 +37,10 @@ def evaluate_target(
     config, agents = _agents(target, config_source, step)
     task_config = config.task.model_copy(update={"eval_size": num_problems} if num_problems else {})
     task, _ = build_task(task_config, config.seed)
-    if not task.eval_problems:
-        raise UserError("There are no held-out problems: the config's task has no `eval`.")
     lines = []
     with task.verifier:
+        if not task.eval_problems:
+            raise UserError("There are no held-out problems: the config's task has no `eval`.")
         for index, agent_config in enumerate(agents):
             agent = Agent(agent_config, index, GSPO(), config.seed)
             texts = agent.answer(task.eval_problems)
@@ -59,7 +59,7 @@ def evaluate_target(
                 )
             rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
             accuracy = sum(rewards) / len(rewards) if rewards else math.nan
-            low, high = wilson_interval(accuracy, len(rewards))
+            low, high = interval(rewards)
             unverified = len(verdicts) - len(rewards)
             yield Accuracy(agent_config.id, agent_config.model, accuracy, low, high, len(verdicts), unverified)
     if output is not None:
@@ -87,10 +87,16 @@ def _agents(target: str, config_source: str, step: int | None) -> tuple[RunConfi
     return config, [first.model_copy(update={"id": "model", "model": target, "log_kl": False})]
 
 
-def wilson_interval(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """An interval for a share that stays inside [0, 1] and is honest for few problems."""
+def interval(rewards: list[float], z: float = 1.96) -> tuple[float, float]:
+    """95 % of the mean: Wilson's for right and wrong, which is honest for few problems, else the normal one."""
+    count = len(rewards)
     if count == 0:
         return math.nan, math.nan
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    mean = sum(rewards) / count
+    if set(rewards) <= {0.0, 1.0}:
+        centre = (mean + z**2 / (2 * count)) / (1 + z**2 / count)
+        half = z * math.sqrt(mean * (1 - mean) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+        return max(centre - half, 0.0), min(centre + half, 1.0)
+    variance = sum((reward - mean) ** 2 for reward in rewards) / max(count - 1, 1)
+    half = z * math.sqrt(variance / count)
+    return mean - half, mean + half

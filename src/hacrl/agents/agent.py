@@ -8,7 +8,7 @@ import torch
 from jinja2 import TemplateError
 
 from hacrl.agents.learning import Learner, LearnResult, Lesson
-from hacrl.agents.loading import end_of_turn_ids, load_model, load_tokenizer
+from hacrl.agents.loading import end_of_turn_ids, load_model, load_tokenizer, readable_ids
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
@@ -27,8 +27,10 @@ class Agent:
         self.model = load_model(config)
         self.device = next(self.model.parameters()).device
         self.stop_ids = end_of_turn_ids(self.model, self.tokenizer, config.id)
+        self.readable = readable_ids(self.tokenizer, self.stop_ids)
         self.retokenizer = Retokenizer(self.tokenizer, self.stop_ids[0], config.max_completion_length)
-        self.engine = NativeEngine(self.model, self.tokenizer, self.stop_ids, config.sampling_batch_size)
+        autocast = config.dtype == "bfloat16"
+        self.engine = NativeEngine(self.model, self.tokenizer, self.stop_ids, config.sampling_batch_size, autocast)
         reference = load_model(config).requires_grad_(False) if algorithm.beta or config.log_kl else None
         self.learner = Learner(config, index, algorithm, self.model, reference, pad_id=self.stop_ids[0])
 
@@ -90,12 +92,10 @@ class Agent:
         )
         prompts = [self.prompt_ids(problem) for problem in problems]
         seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
-        special = set(self.tokenizer.all_special_ids) | set(self.stop_ids)
         rollouts = []
         for position, group in enumerate(self.engine.sample(prompts, params, seed)):
             for index, completion in enumerate(group):
-                ids = completion.token_ids
-                content = ids[:-1] if completion.ended else ids
+                content = completion.content_ids
                 rollouts.append(
                     Rollout(
                         step=step,
@@ -105,11 +105,11 @@ class Agent:
                         source=self.index,
                         index=index,
                         text=decode(self.tokenizer, content),
-                        token_ids=ids,
+                        token_ids=completion.token_ids,
                         logps=completion.logps,
                         finish_reason=completion.finish_reason,
                         ended=completion.ended,
-                        special_inside=not special.isdisjoint(content),
+                        special_inside=not self.readable.issuperset(content),
                         vocabulary=self.retokenizer.vocabulary,
                         policy_version=self.learner.updates,
                     )
@@ -120,7 +120,7 @@ class Agent:
         """One greedy answer to each problem."""
         params = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop))
         groups = self.engine.sample([self.prompt_ids(problem) for problem in problems], params, seed=0)
-        return [decode(self.tokenizer, completion.token_ids) for (completion,) in groups]
+        return [decode(self.tokenizer, completion.content_ids) for (completion,) in groups]
 
     # --- learning ----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Prompt
 
 MAX_NONFINITE_IN_A_ROW = 3
+MAX_CLIPPED_BEFORE_UPDATE = 0.05
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Learner:
     ) -> None:
         self.config, self.index, self.algorithm, self.pad_id = config, index, algorithm, pad_id
         self.model, self.reference = model, reference
+        self.autocast = config.dtype == "bfloat16"
         self.device = next(model.parameters()).device
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -139,7 +141,7 @@ class LearningStep:
         if learner.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise TrainingDiverged(
                 f"Agent {learner.config.id}: {MAX_NONFINITE_IN_A_ROW} updates in a row had a loss or gradient that "
-                f"is not finite, the last one in step {self.lesson.step}. A smaller learning_rate may help."
+                f"is not finite, the last one in step {self.lesson.step}."
             )
 
     def _backward(self, rows: list[int], weight_of: dict[int, float], kl_weight: float = 0.0) -> bool:
@@ -156,7 +158,8 @@ class LearningStep:
             prompts = [self.prompts[rollout.prompt_index] for rollout in rollouts]
             completions = [self.tokens[row] for row in batch]
             own = rollouts[0].source == learner.index
-            current = completion_logprobs(learner.model, prompts, completions, temperature, learner.pad_id)
+            scoring = (prompts, completions, temperature, learner.pad_id, learner.autocast)
+            current = completion_logprobs(learner.model, *scoring)
             sequences = Sequences(
                 logp_NT=current.logp_NT.double(),
                 mask_NT=current.mask_NT,
@@ -174,7 +177,7 @@ class LearningStep:
             before_first_update = self.made == 0 and self._nonfinite == 0
             if own and learner.reference is not None and (kl_weight > 0 or before_first_update):
                 with torch.no_grad():
-                    start = completion_logprobs(learner.reference, prompts, completions, temperature, learner.pad_id)
+                    start = completion_logprobs(learner.reference, *scoring)
                 kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
                 objective = objective - kl_weight * kl_N.double().sum()
                 self._sums["kl"] += float(kl_N.detach().sum())
@@ -188,7 +191,7 @@ class LearningStep:
                 self._sums["entropy"] += float(current.entropy_NT.sum())
                 self._sums["own_tokens"] += int(current.mask_NT.sum())
                 if before_first_update:
-                    self._note_gap(sequences)
+                    self._note_gap(sequences, terms)
             self._record(batch, sequences, terms, weight_N)
         return finite
 
@@ -205,12 +208,15 @@ class LearningStep:
 
     # --- notes -------------------------------------------------------------------------------------
 
-    def _note_gap(self, sequences: Sequences) -> None:
+    def _note_gap(self, sequences: Sequences, terms: Terms) -> None:
         """How far the recorded log-probabilities are from the learner's own, before its first update."""
         gap_NT = (sequences.logp_NT.detach() - sequences.old_logp_NT).abs() * sequences.mask_NT
         self._sums["gap"] += float(gap_NT.sum())
         self._sums["gap_tokens"] += int(sequences.mask_NT.sum())
         self._gap_max = max(self._gap_max, float(gap_NT.max()))
+        ratio_N = terms.log_ratio_N.exp()
+        self._sums["gap_clipped"] += int(((ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)).sum())
+        self._sums["gap_rollouts"] += len(ratio_N)
 
     def _gradient(self) -> list[Tensor | None]:
         return [None if p.grad is None else p.grad.clone() for p in self.learner.model.parameters()]
@@ -275,11 +281,14 @@ class LearningStep:
         if sums["gap_tokens"]:
             metrics["logprob_gap"] = sums["gap"] / sums["gap_tokens"]
             metrics["logprob_gap_max"] = self._gap_max
-            if metrics["logprob_gap"] > config.max_logprob_gap:
+            metrics["logprob_gap_clipped"] = sums["gap_clipped"] / sums["gap_rollouts"]
+            gap, clipped = metrics["logprob_gap"], metrics["logprob_gap_clipped"]
+            if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
                 raise UserError(
-                    f"Agent {config.id}, step {self.lesson.step}: the log-probabilities recorded while sampling "
-                    f"differ from the learner's by {metrics['logprob_gap']:.3g} per token on average (limit "
-                    f"max_logprob_gap: {config.max_logprob_gap}). The sampler and the learner do not have the same "
-                    "model: ratios would be meaningless. Use a higher-precision dtype or raise the limit."
+                    f"Agent {config.id}, step {self.lesson.step}: the log-probabilities recorded while sampling differ "
+                    f"from the learner's by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and "
+                    f"{clipped:.0%} of its own rollouts are outside the clip before any update (at most "
+                    f"{MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios would be noise. Use dtype: float32, or a wider "
+                    "algorithm.epsilon and epsilon_high."
                 )
         return metrics

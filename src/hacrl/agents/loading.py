@@ -14,7 +14,6 @@ from hacrl.errors import UserError
 
 disable_progress_bar()
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ZOO = Path(__file__).parent / "zoo" / "models"
 
 
@@ -69,12 +68,13 @@ def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
-    """The model in its training dtype on its device, without dropout; safetensors only."""
+    """The model in float32 on its device, without dropout; safetensors only."""
+    device = resolve_device(config.device)
     source = source or resolve_model(config.model, f"agents.{config.id}.model")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=DTYPES[config.dtype],
+            dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -84,21 +84,38 @@ def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
     if missing := sorted(report["missing_keys"]):
         # They would start at random, which looks like a very weak model and nothing else.
         raise _not_loaded(config, ValueError(f"its files lack {len(missing)} weights, the first is {missing[0]}."))
-    return model.to(resolve_device(config.device)).eval()
+    if model.generation_config is not None:
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:
+            # Sampling values without do_sample: common in published models, and refused when a model is saved.
+            model.generation_config.do_sample = True
+    return model.to(device).eval()
 
 
 def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> list[int]:
-    """Tokens that end a turn. The tokenizer's own comes first: the one a learner appends."""
+    """Tokens that end a turn; first the one a learner appends, which is how its chat template closes a turn."""
     generation: Any = model.generation_config
     configured = generation.eos_token_id if generation is not None else None
     listed = configured if isinstance(configured, list) else [configured]
-    ids = [token for token in [tokenizer.eos_token_id, *listed] if token is not None]
+    ids = list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *listed] if token is not None))
     if not ids:
         raise UserError(
             f"agents.{agent_id}: the model has no end-of-turn token. Set eos_token in its tokenizer_config.json "
             "or eos_token_id in its generation_config.json."
         )
-    return list(dict.fromkeys(ids))
+    if len(ids) > 1 and tokenizer.chat_template:
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False)
+        closing = tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False)
+        ids.sort(key=lambda token: closing.index(token) if token in closing else len(closing))
+    return ids
+
+
+def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set[int]:
+    """Ids whose token is part of the text: what decoding keeps."""
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return set(tokenizer.get_vocab().values()) - special - set(tokenizer.all_special_ids) - set(stop_ids)
 
 
 def count_parameters(config: AgentConfig) -> int:

@@ -23,11 +23,12 @@ def completion_logprobs(
     completions: Sequence[Sequence[int]],
     temperature: float,
     pad_id: int,
+    autocast: bool = False,
 ) -> TokenLogprobs:
     """log p(token | prompt, tokens before it) at the given temperature, for N completions.
 
     Prompts are padded on the left and completions on the right, so that all completions begin at the
-    same column and only their positions go through the vocabulary projection.
+    same column and only their positions go through the vocabulary projection. `autocast` computes in bfloat16.
     """
     device = next(model.parameters()).device
     T = max(len(completion) for completion in completions)
@@ -40,13 +41,14 @@ def completion_logprobs(
     ids_NT, mask_NT = ids_NT.to(device), mask_NT.to(device)
 
     attention_NS = torch.cat([prompt_mask_NL, mask_NT.long()], dim=1)
-    logits_NTV = model(
-        input_ids=torch.cat([ids_NL, ids_NT], dim=1),
-        attention_mask=attention_NS,
-        position_ids=(attention_NS.cumsum(1) - 1).clamp(min=0),
-        use_cache=False,
-        logits_to_keep=T + 1,
-    ).logits[:, :-1]
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        logits_NTV = model(
+            input_ids=torch.cat([ids_NL, ids_NT], dim=1),
+            attention_mask=attention_NS,
+            position_ids=(attention_NS.cumsum(1) - 1).clamp(min=0),
+            use_cache=False,
+            logits_to_keep=T + 1,
+        ).logits[:, :-1]
     logp_NTV = (logits_NTV.float() / temperature).log_softmax(-1)
     logp_NT = logp_NTV.gather(-1, ids_NT[..., None]).squeeze(-1)
     with torch.no_grad():

@@ -5,13 +5,14 @@ import json
 
 from transformers import PreTrainedTokenizerBase
 
+from hacrl.agents.loading import readable_ids
 from hacrl.rollouts.rollout import Rollout
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Equal for two tokenizers whose ids mean the same tokens."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    special = sorted(tokenizer.all_special_ids)
+    special = sorted(set(tokenizer.get_vocab().values()) - readable_ids(tokenizer, []))
     return hashlib.sha256(json.dumps([tokens, special]).encode()).hexdigest()
 
 
@@ -32,7 +33,7 @@ class Retokenizer:
         self.end_of_turn = end_of_turn
         self.max_length = max_length
         self.vocabulary = vocabulary_fingerprint(tokenizer)
-        self._special = set(tokenizer.all_special_ids)
+        self._readable = readable_ids(tokenizer, [])
 
     def __call__(self, rollout: Rollout) -> list[int]:
         """The rollout's tokens for this learner, closed by its end-of-turn token if the source ended."""
@@ -53,6 +54,6 @@ class Retokenizer:
         if "\ufffd" in text:
             raise Dropped("broken_text")  # the source was cut off inside a character
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if self._special.intersection(ids) or decode(self.tokenizer, ids) != text:
+        if not self._readable.issuperset(ids) or decode(self.tokenizer, ids) != text:
             raise Dropped("not_reversible")
         return ids

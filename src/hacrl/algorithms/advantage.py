@@ -107,7 +107,7 @@ def capability_advantages(
         mu_KP.append(mu_P)
 
     whose_N = source_N if cross_baseline == "source" else torch.full_like(source_N, learner)
-    baseline_N = torch.stack(mu_KP)[whose_N, prompt_N] if K else rewards_N.clone()
+    baseline_N = torch.stack(mu_KP)[whose_N, prompt_N]
     advantage_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON)
     bias_P, bias_noise_P = baseline_bias(rewards_N, prompt_N, source_N, learner, omega_KK[learner])
     return Advantages(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from hacrl.errors import TrainingDiverged
+from hacrl.errors import TrainingDiverged, UserError
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Completion, FinishReason
 
@@ -18,11 +18,13 @@ class NativeEngine:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         batch_size: int,
+        autocast: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
         self.batch_size = batch_size
+        self.autocast = autocast
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +56,13 @@ class NativeEngine:
         logits_PV = self._forward(ids_PL, mask_PL, cache)
         if not bool(torch.isfinite(logits_PV).all()):
             raise TrainingDiverged("A model gives logits that are not finite, so nothing can be sampled from it.")
-        cache.batch_repeat_interleave(G)
+        try:
+            cache.batch_repeat_interleave(G)
+        except AttributeError:
+            raise UserError(
+                f"{type(self.model).__name__} keeps a state that is no key-value cache; such models cannot be sampled "
+                "from yet. Use a transformer decoder (Llama, Qwen, Gemma, Mistral, GPT-NeoX, ...)."
+            ) from None
         logits_BV = logits_PV.repeat_interleave(G, dim=0)
         mask_BL = mask_PL.repeat_interleave(G, dim=0)
 
@@ -99,14 +107,15 @@ class NativeEngine:
     def _forward(self, ids_BL: Tensor, mask_BL: Tensor, cache: DynamicCache) -> Tensor:
         """Logits after the last of the given tokens, in float32."""
         positions_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -ids_BL.shape[1] :]
-        output = self.model(
-            input_ids=ids_BL,
-            attention_mask=mask_BL,
-            position_ids=positions_BL,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            output = self.model(
+                input_ids=ids_BL,
+                attention_mask=mask_BL,
+                position_ids=positions_BL,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits_BV: Tensor = output.logits[:, -1].float()
         return logits_BV
 

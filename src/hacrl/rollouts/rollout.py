@@ -20,6 +20,11 @@ class Completion:
     ended: bool
     """Whether the last token is an end-of-turn token (a stop string ends a completion without one)."""
 
+    @property
+    def content_ids(self) -> list[int]:
+        """The tokens that carry the text: all but the end of turn."""
+        return self.token_ids[:-1] if self.ended else self.token_ids
+
 
 @dataclass
 class Rollout:

@@ -47,7 +47,7 @@ def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
     problems = load_problems(config.train, split=config.train_split, subset=config.subset, name="train")
     heldout = []
     if config.eval is not None:
-        heldout = load_problems(config.eval, split=config.eval_split, subset=config.subset, name="eval")
+        heldout = load_problems(config.eval, split=config.eval_split, subset=config.eval_subset, name="eval")
         shared = overlap(problems, heldout)
         if shared:
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")

@@ -61,7 +61,7 @@ def _show_group(console: Console, step: int, position: int, group: list[dict[str
                 str(line["num_tokens"]),
                 f"{line['logp_sum'] / max(line['num_tokens'], 1):.3f}",
                 line["finish_reason"],
-                harmless(line["text"]),
+                harmless(line["text"] if "detail" not in line else f"{line['text']} ({line['detail']})"),
             )
     console.print(table)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 MARKER = "COMPLETE"
 PREFIX = "checkpoint-"
+NAME = re.compile(r"checkpoint-\d+")
+PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -62,7 +64,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Oldest first."""
-    found = [path for path in run_dir.glob(f"{PREFIX}*") if (path / MARKER).is_file()]
+    found = [path for path in run_dir.glob(f"{PREFIX}*") if NAME.fullmatch(path.name) and (path / MARKER).is_file()]
     return sorted(found, key=step_of)
 
 
@@ -71,11 +73,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """What an interrupted save or removal left behind."""
-    for path in run_dir.glob(f".{PREFIX}*"):
-        shutil.rmtree(path)
-    for path in run_dir.glob(f"{PREFIX}*"):
-        if not (path / MARKER).is_file():
+    """What an interrupted save or removal left behind, and nothing else that lies there."""
+    for path in run_dir.iterdir():
+        half_deleted = NAME.fullmatch(path.name) and not (path / MARKER).is_file()
+        if path.is_dir() and (PARTIAL.fullmatch(path.name) or half_deleted):
             shutil.rmtree(path)
 
 

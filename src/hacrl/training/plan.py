@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hacrl.agents.loading import DTYPES, count_parameters, load_model_config
+from hacrl.agents.loading import count_parameters, load_model_config
 from hacrl.config import AgentConfig, RunConfig
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def plan_agent(config: RunConfig, agent: AgentConfig) -> AgentPlan:
 def estimate_memory(config: RunConfig, agent: AgentConfig) -> dict[str, float]:
     """Weights, gradients and Adam's two moments, the key-value cache, and one micro-batch of activations."""
     text = load_model_config(agent).get_text_config()
-    parameters, size = count_parameters(agent), DTYPES[agent.dtype].itemsize
+    parameters, size = count_parameters(agent), 2 if agent.dtype == "bfloat16" else 4
     layers, width, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
     # Not every architecture has grouped heads or a head size of its own.
     settings = text.to_dict()
@@ -53,7 +53,7 @@ def estimate_memory(config: RunConfig, agent: AgentConfig) -> dict[str, float]:
     copies += 1 + splits_gradient  # gradients, and the own part of them
     copies += 2  # Adam's moments
     return {
-        "model": copies * parameters * size / GIB,
+        "model": copies * parameters * 4 / GIB,
         "cache": 2 * layers * kv_heads * head_dim * decoded * length * size / GIB,
         # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
         "activations": 17 * size * layers * width * agent.micro_batch_size * length / GIB,

@@ -96,8 +96,8 @@ class Progress:
                 found = [values.get(f"from_{source}/{key}") for source in sources]
                 known = [value for value in found if value is not None]
                 cells[name] = number(sum(known) / len(known) if known else None, ".2f")
-        if values.get("unverified"):
-            cells["unverified"] = number(values["unverified"], ".0f")
+        if any(self.metrics.get(f"{other.id}/unverified") for other in self.config.agents):
+            cells["unverified"] = number(values.get("unverified"), ".0f")
         return cells
 
 

@@ -27,7 +27,6 @@ class RunResult:
     run_dir: Path
     summary: dict[str, Any]
     """Start and final accuracy, rollouts, updates and tokens of each agent."""
-    resumed: bool = False
     already_finished: bool = False
 
 
@@ -38,9 +37,10 @@ def train(
     console = console or Console()
     if resume:
         run = RunDir.open(config.output_dir)
+        check_same_run(config, run.config())
         summary = run.summary()
         if summary is not None and summary["steps"] >= config.max_steps:
-            return RunResult(run.path, summary, resumed=True, already_finished=True)
+            return RunResult(run.path, summary, already_finished=True)
     else:
         RunDir.check_free(config.output_dir)
     random.seed(config.seed)
@@ -58,11 +58,23 @@ def train(
         executor.check_prompts([*task.train(0, config.prompts_per_step), *task.listed, *task.eval_problems])
         run = run if resume else RunDir.create(config)
         trainer = Trainer(config, task, executor, run, progress)
-        if resume:
-            trainer.resume()
-            run.write_config(config)
-        summary = trainer.train()
-    return RunResult(run.path, summary, resumed=resume)
+        with run.locked():
+            if resume:
+                trainer.resume()
+                run.write_config(config)
+            summary = trainer.train()
+    return RunResult(run.path, summary)
+
+
+def check_same_run(config: RunConfig, saved: RunConfig) -> None:
+    """UserError if continuing the saved run with this config would make it another run."""
+    new, old = config.model_dump(mode="json"), saved.model_dump(mode="json")
+    changed = [name for name in new if name not in RESUMABLE_CHANGES | {"output_dir"} and new[name] != old[name]]
+    if changed:
+        raise UserError(
+            f"{config.output_dir} was started with another {', '.join(changed)}. When a run is continued, only "
+            f"{', '.join(sorted(RESUMABLE_CHANGES))} can change. Start a new run with another output_dir."
+        )
 
 
 def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:

@@ -1,9 +1,11 @@
 """The files of one run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json."""
 
+import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,16 @@ class RunDir:
         if not run.config_file.is_file():
             raise UserError(f"{path} is not a run: it has no config.yaml.")
         return run
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """UserError if another process works on this run; the lock goes with the process, however it ends."""
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self.path} is being trained by another process. Wait for it, or stop it.") from None
+            yield
 
     @property
     def config_file(self) -> Path:
