@@ -95,10 +95,11 @@ def draw(summaries: dict[str, list[dict[str, Any]]]) -> str:
         f'<text x="{LEFT}" y="24" font-size="16" font-weight="600">Accuracy on held-out problems, '
         f"{len(summaries['hacpo'])} seeds (line: mean; band: lowest to highest)</text>",
     ]
-    for position, (colour, label) in enumerate(STYLES.values()):
-        x = LEFT + position * 230
+    x = LEFT
+    for colour, label in STYLES.values():
         parts.append(f'<rect x="{x}" y="38" width="14" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 20}" y="45">{label}</text>')
+        x += 60 + 7 * len(label)
     for panel, agent in enumerate(agents):
         left = LEFT + panel * (WIDTH + GAP)
         parts.append(f'<text x="{left}" y="{TOP - 6}" font-weight="600">{agent}</text>')
