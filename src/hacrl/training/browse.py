@@ -21,7 +21,7 @@ def show_rollouts(
     console: Console, run_path: Path, step: int | None, prompt: int | None, agent: str | None, limit: int
 ) -> None:
     run = RunDir.open(run_path)
-    steps = sorted(int(path.stem.removeprefix("step-")) for path in (run.path / "rollouts").glob("step-*.jsonl"))
+    steps = run.steps("rollouts")
     if not steps:
         raise UserError(f"{run_path} has no rollouts yet.")
     step = steps[-1] if step is None else step

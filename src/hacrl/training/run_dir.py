@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from hacrl.config import RunConfig, read_source
 from hacrl.errors import UserError
+
+STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 
 
 class RunDir:
@@ -69,6 +72,11 @@ class RunDir:
     def step_file(self, kind: str, step: int) -> Path:
         return self.path / kind / f"step-{step:06d}.jsonl"
 
+    def steps(self, kind: str) -> list[int]:
+        """Steps that have a file of this kind, in order; what else lies beside them is not the run's."""
+        names = (STEP_FILE.fullmatch(path.name) for path in (self.path / kind).glob("step-*"))
+        return sorted(int(name[1]) for name in names if name)
+
     def config(self) -> RunConfig:
         """The resolved config, with the folder it was found in as its output_dir."""
         data, _ = read_source(self.config_file)
@@ -108,9 +116,9 @@ class RunDir:
                     kept.append(text)
             write_atomically(self.metrics_file, "".join(kept))
         for kind in ("rollouts", "trace"):
-            for path in (self.path / kind).glob("step-*.jsonl"):
-                if int(path.stem.removeprefix("step-")) > step:
-                    path.unlink()
+            for logged in self.steps(kind):
+                if logged > step:
+                    self.step_file(kind, logged).unlink()
         self.summary_file.unlink(missing_ok=True)
 
 

@@ -1,0 +1,317 @@
+"""What protects a run: loud failures, failures that are counted, and files that stay as they were."""
+
+import json
+import math
+import re
+import shutil
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from conftest import MakeConfig
+from hacrl.agents.agent import Agent
+from hacrl.agents.learning import Lesson
+from hacrl.agents.loading import ZOO
+from hacrl.algorithms import GRPO, GSPO, Algorithm
+from hacrl.config import AgentConfig, RunConfig
+from hacrl.demo import run_demo
+from hacrl.errors import UserError
+from hacrl.evaluation import evaluate_target, interval
+from hacrl.tasks.arithmetic import ArithmeticTask
+from hacrl.training.browse import show_rollouts
+from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of
+from hacrl.training.run import train
+from hacrl.training.run_dir import RunDir, read_jsonl
+
+
+def write_task(folder: Path, *body: str, chat: bool = False) -> dict[str, Any]:
+    """A data file and a reward function whose body is given; `call` counts its calls, over processes too."""
+    rows = []
+    for problem in ArithmeticTask().train(0, 20):
+        prompt = [{"role": "user", "content": problem.prompt}] if chat else problem.prompt
+        rows.append(json.dumps({"prompt": prompt, "answer": problem.answer}))
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    lines = [
+        "import os, time",
+        "from pathlib import Path",
+        "",
+        "def score(prompts, completions, answer, **columns):",
+        f"    log = Path({str(folder / 'calls')!r})",
+        "    call = len(log.read_text()) if log.exists() else 0",
+        "    log.write_text('x' * (call + 1))",
+        *(f"    {line}" for line in body),
+    ]
+    (folder / "rewards.py").write_text("\n".join(lines) + "\n")
+    return {"train": str(folder / "train.jsonl"), "reward": f"{folder}/rewards.py:score"}
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything that lies in a folder."""
+    found = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# --- rewards -------------------------------------------------------------------------------------------
+
+
+def test_chat_messages_from_a_file_to_the_reward_function(make_config: MakeConfig, tmp_path: Path) -> None:
+    task = write_task(
+        tmp_path,
+        "texts = [message['content'] for (message,) in completions]",
+        "assert completions == [[{'role': 'assistant', 'content': text}] for text in texts]",
+        "assert all(prompt == [{'role': 'user', 'content': prompt[0]['content']}] for prompt in prompts)",
+        "return [len(text) for text in texts]",
+        chat=True,
+    )
+    run = RunDir(train(make_config("llama-plus", "neox-pair", task=task, max_steps=1)).run_dir)
+    lines = read_jsonl(run.step_file("rollouts", 1))
+    assert len(lines) == 32
+    assert all(line["reward"] == len(line["text"]) for line in lines)
+    assert all(line["prompt"][0]["role"] == "user" for line in lines)
+
+
+def test_verifier_timeouts_and_errors_are_counted_apart_and_never_0(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The function is called once for each agent in each step."""
+    task = write_task(
+        tmp_path,
+        "if call == 1:",
+        "    time.sleep(1000)",
+        "if call == 2:",
+        "    os._exit(3)",
+        "return [float(i % 2) for i in range(len(completions))]",
+    )
+    run = RunDir(train(make_config(task=task | {"reward_call_timeout": 1}, max_steps=2)).run_dir)
+    assert (tmp_path / "calls").read_text() == "x" * 4
+    happened = {(1, "agent0"): None, (1, "agent1"): "timeout", (2, "agent0"): "error", (2, "agent1"): None}
+    for (step, agent), problem in happened.items():
+        metrics = run.metrics()[step]
+        assert metrics[f"{agent}/verifier_timeouts"] == 16 * (problem == "timeout")
+        assert metrics[f"{agent}/verifier_errors"] == 16 * (problem == "error")
+        assert metrics[f"{agent}/unverified"] == 16 * (problem is not None)
+        lines = [line for line in read_jsonl(run.step_file("rollouts", step)) if line["source"] == agent]
+        if problem is None:
+            assert metrics[f"{agent}/reward"] == 0.5
+            assert {line["reward"] for line in lines} == {0.0, 1.0}
+        else:
+            assert f"{agent}/reward" not in metrics
+            assert {line["reward"] for line in lines} == {None}
+            assert {line["problem"] for line in lines} == {problem}
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_training_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    task = write_task(tmp_path, "return [(1.0 if call else 1e308) * (i % 2) for i in range(len(completions))]")
+    config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task, max_steps=2, save_every=1)
+    run = RunDir(train(config).run_dir)
+    start = weights(ZOO / "llama-plus")
+    first, second = (weights(checkpoint_dir(run.path, step) / "agents" / "agent0") for step in (1, 2))
+    _, *steps = run.metrics()
+    assert [step["agent0/nonfinite_updates"] for step in steps] == [1, 0]
+    assert [step["agent0/updates"] for step in steps] == [0, 1]
+    assert equal(start, first)
+    assert not equal(first, second)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in second.values())
+    assert run.summary()["agents"]["agent0"]["nonfinite_updates"] == 1
+
+
+# --- recorded and recomputed log-probabilities ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "max_logprob_gap", "noise"),
+    [
+        (GSPO(), 100.0, 0.01),  # outside the clip, however wide a gap is allowed
+        (GRPO(epsilon=0.99, epsilon_high=1e6), 0.05, 0.3),  # inside the clip, however large the gap
+    ],
+)
+def test_weights_that_are_not_the_ones_sampled_from_are_an_error(
+    algorithm: Algorithm, max_logprob_gap: float, noise: float
+) -> None:
+    config = AgentConfig(
+        id="able", model="zoo:llama-plus", num_generations=4, max_completion_length=40, max_logprob_gap=max_logprob_gap
+    )
+    agent = Agent(config, 0, algorithm, seed=0)
+    problems = ArithmeticTask().heldout("test", 4)
+    rollouts = agent.sample(problems, step=3, sampling_round=0)
+    lesson = Lesson(
+        step=3,
+        prompts=[problem.prompt for problem in problems],
+        rollouts=rollouts,
+        advantage_N=torch.linspace(-1, 1, len(rollouts), dtype=torch.float64),
+        omega_N=torch.ones(len(rollouts), dtype=torch.float64),
+        minibatches=[[0, 1, 2, 3]],
+        learning_rate=0.0,
+    )
+    assert agent.learn(lesson).metrics["logprob_gap"] < 1e-5
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in agent.model.parameters():
+            parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+    with pytest.raises(UserError, match=r"Agent able, step 3: .* differ from the learner's by") as caught:
+        agent.learn(lesson)
+    gap, clipped = re.search(r"by (\S+) per token .* and (\d+)% of", str(caught.value)).groups()
+    assert (float(gap) > max_logprob_gap) == isinstance(algorithm, GRPO)
+    assert (int(clipped) > 5) == isinstance(algorithm, GSPO)
+
+
+# --- continuing a run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"algorithm": {"name": "gspo"}}, "algorithm"),
+        ({"algorithm": {"name": "hacpo", "alpha": 2.0}}, "algorithm"),
+        ({"seed": 1}, "seed"),
+        ({"learning_rate": 1e-3}, "agents, learning_rate"),
+        ({"task": {"name": "arithmetic", "eval_size": 21}}, "task"),
+    ],
+)
+def test_another_config_is_no_continuation_and_changes_nothing(
+    make_config: MakeConfig, change: dict[str, Any], named: str
+) -> None:
+    run_dir = train(make_config(max_steps=1)).run_dir
+    before = contents(run_dir)
+    with pytest.raises(UserError) as caught:
+        train(make_config(max_steps=2, **change), resume=True)
+    changed = str(caught.value).partition("was started with another ")[2].partition(". When")[0]
+    assert sorted(changed.split(", ")) == sorted(named.split(", "))
+    assert contents(run_dir) == before
+    result = train(make_config(max_steps=2), resume=True)
+    assert result.summary["steps"] == 2
+    assert [step_of(path) for path in complete_checkpoints(run_dir)] == [1, 2]
+
+
+def test_what_is_not_the_runs_own_stays_when_it_is_continued(make_config: MakeConfig) -> None:
+    """Nor is it taken for a checkpoint or a step."""
+    run_dir = train(make_config(max_steps=1)).run_dir
+    shutil.copytree(run_dir / "checkpoint-1", run_dir / "checkpoint-1-backup")
+    shutil.copytree(run_dir / "checkpoint-1", run_dir / "checkpoint-1-half")
+    (run_dir / "checkpoint-1-half" / "COMPLETE").unlink()
+    (run_dir / "checkpoint-notes").mkdir()
+    (run_dir / "checkpoint-notes" / "monday.txt").write_text("it learns")
+    (run_dir / "checkpoint-plot.png").write_bytes(b"\x89PNG")
+    (run_dir / "rollouts" / "step-000009-marked.jsonl").write_text("{}\n")
+    (run_dir / "rollouts" / "step-notes.jsonl").write_text("{}\n")
+    foreign = {
+        name: data for name, data in contents(run_dir).items() if re.search("-backup|-half|note|plot|mark", name)
+    }
+    result = train(make_config(max_steps=2, save_total_limit=1), resume=True)
+    assert result.summary["steps"] == 2
+    assert [path.name for path in complete_checkpoints(run_dir)] == ["checkpoint-2"]
+    assert contents(run_dir).items() >= foreign.items()
+    assert RunDir(run_dir).steps("rollouts") == [1, 2]
+    show_rollouts(Console(file=StringIO()), run_dir, step=None, prompt=None, agent=None, limit=1)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(make_config: MakeConfig) -> None:
+    run_dir = train(make_config(max_steps=1)).run_dir
+    before = contents(run_dir)
+    with RunDir(run_dir).locked(), pytest.raises(UserError, match="is being trained by another process"):
+        train(make_config(max_steps=2), resume=True)
+    assert contents(run_dir) == before
+    assert train(make_config(max_steps=2), resume=True).summary["steps"] == 2
+
+
+def test_the_reference_of_the_kl_term_is_the_starting_model_after_a_resume_too(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "algorithm": {"name": "gspo", "beta": 0.1},
+        "task": write_task(tmp_path, "return [float(i % 2) for i in range(len(completions))]"),
+    }
+    whole = train(make_config(**settings, max_steps=2, output_dir=str(tmp_path / "whole"))).run_dir
+    train(make_config(**settings, max_steps=1))
+    resumed = train(make_config(**settings, max_steps=2), resume=True).run_dir
+    for agent in ("agent0", "agent1"):
+        kl = [step[f"{agent}/kl"] for step in RunDir(whole).metrics()[1:]]
+        # One update a step: the first is made by the starting model itself.
+        assert kl[0] == pytest.approx(0, abs=1e-9)
+        assert kl[1] > 1e-7
+        assert [step[f"{agent}/kl"] for step in RunDir(resumed).metrics()[1:]] == kl
+
+
+# --- held-out accuracy ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "low", "high"),
+    [
+        # Wilson, z^2 = 3.8416: z^2 / (10 + z^2) = 0.27754.
+        ([0.0] * 10, 0.0, 0.27754),
+        ([1.0] * 10, 0.72246, 1.0),
+        ([1.0, 0.0] * 5, 0.23659, 0.76341),
+        # Normal: 4 -+ 1.96 sqrt(52 / 3 / 4).
+        ([-1.0, 3.0, 5.0, 9.0], -0.08007, 8.08007),
+        ([0.5], 0.5, 0.5),
+        ([2.0, 2.0], 2.0, 2.0),
+    ],
+)
+def test_the_interval_of_a_mean_reward(rewards: list[float], low: float, high: float) -> None:
+    assert interval(rewards) == pytest.approx((low, high), abs=1e-5)
+
+
+def test_no_reward_has_no_interval() -> None:
+    assert all(math.isnan(bound) for bound in interval([]))
+
+
+def test_evaluation_with_rewards_outside_0_and_1(make_config: MakeConfig, tmp_path: Path) -> None:
+    task = write_task(tmp_path, "return [[-3.0, 8.0, 10.0, None][i % 4] for i in range(len(completions))]")
+    config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task | {"eval": task["train"]})
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    source, output = str(tmp_path / "run.yaml"), tmp_path / "answers.jsonl"
+    (result,) = evaluate_target("zoo:llama-plus", source, None, None, output)
+    # 15 rewards, five of each: mean 5, variance (5 * 64 + 5 * 9 + 5 * 25) / 14 = 35.
+    half = 1.96 * math.sqrt(35 / 15)
+    assert (result.accuracy, result.low, result.high) == pytest.approx((5, 5 - half, 5 + half))
+    assert (result.problems, result.unverified) == (20, 5)
+    assert [line["reward"] for line in read_jsonl(output)] == [-3.0, 8.0, 10.0, None] * 5
+
+
+# --- the demo ------------------------------------------------------------------------------------------
+
+
+def test_the_demo_compares_both_agents_and_says_what_to_do_next(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=140)
+    small = ["max_steps=1", "prompts_per_step=4", "rollouts_per_update=16", "task.eval_size=20", "eval_every=0"]
+    summaries = run_demo(console, str(tmp_path / "demo"), small)
+    assert list(summaries) == ["gspo", "hacpo"]
+    shown = console.file.getvalue()
+    table = shown[shown.index("Accuracy on held-out problems") :]
+    for agent in ("llama-plus", "llama-minus"):
+        (row,) = [line for line in table.splitlines() if re.match(rf"\W*{agent} ", line)]
+        values = [summaries["hacpo"]["agents"][agent]["start_accuracy"]]
+        values += [summaries[name]["agents"][agent]["final_accuracy"] for name in ("gspo", "hacpo")]
+        numbers = [f"{value:.3f}" for value in values] + [f"{100 * (values[2] - values[1]):+.1f} points", "16"]
+        assert [cell.strip() for cell in row.split("│")[2:-1]] == numbers
+    assert "Rollouts sampled: gspo 32, hacpo 32." in table
+    for command in ("rollouts", "eval", "train team", "train my.yaml"):
+        assert re.search(rf"hacrl {command}\b", table)
+
+    before = contents(tmp_path / "demo")
+    with pytest.raises(UserError, match="demo is not empty"):
+        run_demo(console, str(tmp_path / "demo"), small)
+    assert contents(tmp_path / "demo") == before
+
+
+def test_the_demo_pair_is_alike_enough_to_learn_from_each_other(tmp_path: Path) -> None:
+    """The mean ratio of the other's rollouts is what the clip of HACPO is made for: near 1, not at it."""
+    changes = ["learning_rate=0", "max_steps=1", "task.eval_size=1", f"output_dir={tmp_path / 'run'}"]
+    config = RunConfig.load("demo", changes)
+    assert config.prompts_per_step == 64
+    metrics = RunDir(train(config).run_dir).metrics()[1]
+    one, other = config.agents[0].id, config.agents[1].id
+    ratios = [metrics[f"{one}/from_{other}/ratio_mean"], metrics[f"{other}/from_{one}/ratio_mean"]]
+    assert 0.78 <= sum(ratios) / 2 <= 0.95
