@@ -123,7 +123,7 @@ def test_train_as_a_real_command() -> None:
     assert "step 1/1" in result.out
     assert "hacrl rollouts run" in result.out
     names = {path.name for path in Path("run").iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "rollouts", "trace", "checkpoint-1", "summary.json"}
+    assert names == {".lock", "config.yaml", "metrics.jsonl", "rollouts", "trace", "checkpoint-1", "summary.json"}
     assert RunConfig.load("run/config.yaml") == RunConfig.load("tiny.yaml", ["trace=true"])
 
 
@@ -574,7 +574,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(hacrl: Run) -> None:
     result = finish(start("train", "run", "--resume", "max_steps=2", preexec_fn=fill_the_disk))
     assert_refused(result, "The disk is full", "run/checkpoint-2", "Free some space", "--resume")
     assert contents("run/checkpoint-1") == saved
-    assert {path.name for path in Path("run").iterdir()} == {"config.yaml", "metrics.jsonl", "rollouts", "checkpoint-1"}
+    names = {path.name for path in Path("run").iterdir()}
+    assert names == {".lock", "config.yaml", "metrics.jsonl", "rollouts", "checkpoint-1"}
 
     resumed = hacrl("train", "run", "--resume", "max_steps=2")
     assert (resumed.code, resumed.err) == (0, "")
