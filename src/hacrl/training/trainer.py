@@ -143,6 +143,8 @@ class Trainer:
             self.position += len(problems)
             known = {problem.id for problem, _ in [*chosen, *spare]}
             problems = [problem for problem in problems if problem.id not in known]
+            if not problems:
+                continue
             self.watcher.on_phase("sampling")
             rollouts = self.executor.sample(problems, self.step, sampling_round)
             seconds += self.executor.seconds
