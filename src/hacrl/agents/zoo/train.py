@@ -78,7 +78,6 @@ PAIRS = {
     "model": ["llama-plus", "neox-pair"],
     "gap": ["llama-weak", "llama-large"],
     "team": ["llama-plus", "neox-pair", "qwen3-bpe"],
-    "architecture": ["llama-plus", "olmo2-char"],
 }
 
 NUM_PRACTICE = 100_000
