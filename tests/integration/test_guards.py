@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -312,3 +315,23 @@ def test_the_demo_pair_is_alike_enough_to_learn_from_each_other(tmp_path: Path) 
     one, other = config.agents[0].id, config.agents[1].id
     ratios = [metrics[f"{one}/from_{other}/ratio_mean"], metrics[f"{other}/from_{one}/ratio_mean"]]
     assert 0.78 <= sum(ratios) / 2 <= 0.95
+
+
+@pytest.mark.parametrize(("algorithm", "code"), [("grpo", 0), ("gspo", 2)])
+def test_bfloat16_trains_float32_weights_and_is_refused_where_its_rounding_exceeds_the_clip(
+    make_config: MakeConfig, tmp_path: Path, algorithm: str, code: int
+) -> None:
+    """Short answers: GRPO's clip of a fifth does not notice, GSPO's of 0.0003 would cut by rounding alone."""
+    config = make_config("llama-plus", algorithm={"name": algorithm}, dtype="bfloat16", max_steps=1)
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    # Some processors announce bfloat16 instructions that they then refuse.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-m", "hacrl.cli", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert "outside the clip before any update" in done.stderr
+        assert not complete_checkpoints(tmp_path / "run")
+    else:
+        weights = load_file(complete_checkpoints(tmp_path / "run")[-1] / "agents" / "agent0" / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {torch.float32}

@@ -120,6 +120,8 @@ class LearningStep:
         weight_of = dict(zip(rows, mean_weights.tolist(), strict=True))
 
         finite = self._backward(own, weight_of, kl_weight=learner.algorithm.beta / max(len(own), 1))
+        if own and self._first:
+            self._check_gap()
         own_gradient = self._gradient() if own and foreign else None
         finite = self._backward(foreign, weight_of) and finite
         norm = nn.utils.get_total_norm(p.grad for p in learner.model.parameters() if p.grad is not None)
@@ -132,6 +134,11 @@ class LearningStep:
         learner.nonfinite_in_a_row = 0
         learner.updates += 1
         self.made += 1
+
+    @property
+    def _first(self) -> bool:
+        """Whether the weights are still those that sampled the step's own rollouts."""
+        return self.made == 0 and self._nonfinite == 0
 
     def _reject_update(self) -> None:
         learner = self.learner
@@ -174,8 +181,7 @@ class LearningStep:
             terms = learner.algorithm.terms(sequences, self.made)
             weight_N = self._column([weight_of[row] for row in batch])
             objective = (terms.objective_N * weight_N).sum()
-            before_first_update = self.made == 0 and self._nonfinite == 0
-            if own and learner.reference is not None and (kl_weight > 0 or before_first_update):
+            if own and learner.reference is not None and (kl_weight > 0 or self._first):
                 with torch.no_grad():
                     start = completion_logprobs(learner.reference, *scoring)
                 kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
@@ -190,7 +196,7 @@ class LearningStep:
             if own:
                 self._sums["entropy"] += float(current.entropy_NT.sum())
                 self._sums["own_tokens"] += int(current.mask_NT.sum())
-                if before_first_update:
+                if self._first:
                     self._note_gap(sequences, terms)
             self._record(batch, sequences, terms, weight_N)
         return finite
@@ -217,6 +223,26 @@ class LearningStep:
         ratio_N = terms.log_ratio_N.exp()
         self._sums["gap_clipped"] += int(((ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)).sum())
         self._sums["gap_rollouts"] += len(ratio_N)
+
+    def _gap(self) -> dict[str, float]:
+        return {
+            "logprob_gap": self._sums["gap"] / self._sums["gap_tokens"],
+            "logprob_gap_max": self._gap_max,
+            "logprob_gap_clipped": self._sums["gap_clipped"] / self._sums["gap_rollouts"],
+        }
+
+    def _check_gap(self) -> None:
+        """UserError, before anything is updated, if the sampler and the learner do not have the same policy."""
+        config = self.learner.config
+        gap, clipped = self._gap()["logprob_gap"], self._gap()["logprob_gap_clipped"]
+        if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
+            raise UserError(
+                f"Agent {config.id}, step {self.lesson.step}: the log-probabilities recorded while sampling differ "
+                f"from the learner's by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and "
+                f"{clipped:.0%} of its own rollouts are outside the clip before any update (at most "
+                f"{MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios would be noise. Use dtype: float32, or a wider "
+                "algorithm.epsilon and epsilon_high."
+            )
 
     def _gradient(self) -> list[Tensor | None]:
         return [None if p.grad is None else p.grad.clone() for p in self.learner.model.parameters()]
@@ -265,7 +291,7 @@ class LearningStep:
         return {name: torch.cat(parts).numpy() for name, parts in self._records.items()}
 
     def metrics(self) -> dict[str, float]:
-        sums, config = self._sums, self.learner.config
+        sums = self._sums
         metrics = {
             "learning_rate": self.lesson.learning_rate,
             "updates": self.made,
@@ -279,16 +305,5 @@ class LearningStep:
             metrics["kl"] = sums["kl"] / sums["kl_rollouts"]
         metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}
         if sums["gap_tokens"]:
-            metrics["logprob_gap"] = sums["gap"] / sums["gap_tokens"]
-            metrics["logprob_gap_max"] = self._gap_max
-            metrics["logprob_gap_clipped"] = sums["gap_clipped"] / sums["gap_rollouts"]
-            gap, clipped = metrics["logprob_gap"], metrics["logprob_gap_clipped"]
-            if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
-                raise UserError(
-                    f"Agent {config.id}, step {self.lesson.step}: the log-probabilities recorded while sampling differ "
-                    f"from the learner's by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and "
-                    f"{clipped:.0%} of its own rollouts are outside the clip before any update (at most "
-                    f"{MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios would be noise. Use dtype: float32, or a wider "
-                    "algorithm.epsilon and epsilon_high."
-                )
+            metrics |= self._gap()
         return metrics

@@ -52,17 +52,17 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model_config(config: AgentConfig) -> Any:
-    source = resolve_model(config.model, f"agents.{config.id}.model")
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(config, error) from None
+    return _open(AutoConfig, config)
 
 
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
+    return _open(AutoTokenizer, config)
+
+
+def _open(kind: Any, config: AgentConfig) -> Any:
     source = resolve_model(config.model, f"agents.{config.id}.model")
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        return kind.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _not_loaded(config, error) from None
 

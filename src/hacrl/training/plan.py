@@ -25,20 +25,21 @@ def plan(config: RunConfig) -> list[AgentPlan]:
 
 
 def plan_agent(config: RunConfig, agent: AgentConfig) -> AgentPlan:
+    parameters = count_parameters(agent)
     return AgentPlan(
         id=agent.id,
-        parameters=count_parameters(agent),
+        parameters=parameters,
         rollouts_sampled=config.prompts_per_step * agent.num_generations,
         rollouts_used=config.prompts_per_step * config.rollouts_per_prompt(agent) * agent.num_iterations,
         updates=config.updates_per_step(agent) * agent.num_iterations,
-        memory=estimate_memory(config, agent),
+        memory=estimate_memory(config, agent, parameters),
     )
 
 
-def estimate_memory(config: RunConfig, agent: AgentConfig) -> dict[str, float]:
+def estimate_memory(config: RunConfig, agent: AgentConfig, parameters: int) -> dict[str, float]:
     """Weights, gradients and Adam's two moments, the key-value cache, and one micro-batch of activations."""
     text = load_model_config(agent).get_text_config()
-    parameters, size = count_parameters(agent), 2 if agent.dtype == "bfloat16" else 4
+    size = 2 if agent.dtype == "bfloat16" else 4
     layers, width, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
     # Not every architecture has grouped heads or a head size of its own.
     settings = text.to_dict()
