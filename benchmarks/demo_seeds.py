@@ -1,6 +1,7 @@
 """Does the demo's gain hold over seeds? Writes what `make demo` says about it, and the README's picture.
 
     python benchmarks/demo_seeds.py --seeds 5          # about 4 minutes a seed on two cores
+    python benchmarks/demo_seeds.py device=cuda
 
 For each seed: the demo pair together (HACPO), alone (GSPO), and alone with twice the rollouts (GSPO x2), on the
 held-out test problems. Hyper-parameters were chosen on the validation problems.
@@ -31,13 +32,15 @@ VARIANTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every run")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo-seeds"))
     options = parser.parse_args()
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for seed in range(options.seeds):
         for name, overrides in VARIANTS.items():
             folder = options.output_dir / f"{name}-{seed}"
-            config = RunConfig.load("demo", [*overrides, f"seed={seed}", f"output_dir={folder}", "save_every=0"])
+            run = [f"seed={seed}", f"output_dir={folder}", "save_every=0"]
+            config = RunConfig.load("demo", [*overrides, *options.overrides, *run])
             resume = (folder / "config.yaml").is_file()
             summary = train(config, resume=resume, console=Console(quiet=True)).summary
             lines = RunDir(folder).metrics()
@@ -46,12 +49,12 @@ def main() -> None:
                 result["curve"] = {line["step"]: line[key] for line in lines if key in line}
             summaries[name].append(summary)
             print(seed, name, json.dumps(summaries[name][-1]), flush=True)
-    EVIDENCE.write_text(json.dumps(evidence(summaries, options.seeds), indent=1) + "\n", encoding="utf-8")
+    EVIDENCE.write_text(json.dumps(evidence(summaries, options), indent=1) + "\n", encoding="utf-8")
     PICTURE.write_text(draw(summaries), encoding="utf-8")
     print(EVIDENCE.read_text(encoding="utf-8"))
 
 
-def evidence(summaries: dict[str, list[dict[str, Any]]], seeds: int) -> dict[str, Any]:
+def evidence(summaries: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> dict[str, Any]:
     agents = {}
     for agent in summaries["hacpo"][0]["agents"]:
         final = {name: [run["agents"][agent]["final_accuracy"] for run in runs] for name, runs in summaries.items()}
@@ -66,7 +69,8 @@ def evidence(summaries: dict[str, list[dict[str, Any]]], seeds: int) -> dict[str
             "seeds_ahead_of_gspo_x2": sum(gain > 0 for gain in gains_x2),
         }
     rollouts = {name: runs[0]["rollouts"] for name, runs in summaries.items()}
-    return {"command": "python benchmarks/demo_seeds.py", "seeds": seeds, "rollouts": rollouts, "agents": agents}
+    command = " ".join(["python benchmarks/demo_seeds.py", *options.overrides])
+    return {"command": command, "seeds": options.seeds, "rollouts": rollouts, "agents": agents}
 
 
 STYLES = {

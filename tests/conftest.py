@@ -1,4 +1,15 @@
-"""Small real runs that many tests need."""
+"""Small real runs that many tests need.
+
+HACRL_TEST_PLAIN=1 makes the plain implementation (`fast: false`) the default of every run.
+"""
+
+import os
+
+# Before torch and Triton are imported. Kernels run in Triton's interpreter, and no GPU is used: golden numbers are a
+# CPU's. Some processors announce bfloat16 instructions that they then refuse.
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +22,8 @@ from hacrl.config import RunConfig
 
 # One thread: the tests run beside each other's child processes, and tiny models gain nothing from more.
 torch.set_num_threads(1)
+
+FAST = os.environ.get("HACRL_TEST_PLAIN") != "1"
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -34,6 +47,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
             "max_steps": 2,
             "eval_every": 0,
             "save_every": 0,
+            "fast": FAST,
             "output_dir": str(tmp_path / "run"),
         }
         return RunConfig.from_dict({**data, **changes})

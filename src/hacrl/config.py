@@ -80,8 +80,10 @@ class Settings(Strict):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    micro_batch_size: Positive = 64
-    """Rollouts in one forward and backward pass. Changes memory and speed only."""
+    micro_batch_size: Positive | None = None
+    """Rollouts in one forward and backward pass; default: as many as fit into memory. Changes memory and speed only."""
+    gradient_checkpointing: bool | None = None
+    """Keep no activations inside layers, compute them again; default: where a rollout would not fit into memory."""
     sampling_batch_size: Positive = 512
     """Completions decoded at once."""
     mask_truncated_completions: bool = False
@@ -98,12 +100,20 @@ class Settings(Strict):
     """Log the KL divergence to the starting model even when beta is 0; keeps a copy of its weights."""
     max_logprob_gap: Annotated[float, Field(gt=0)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities."""
+    recompute_logprobs: bool | None = None
+    """Take own old log-probabilities from the learner, not from the sampler; default: if dtype is bfloat16."""
+    fast: bool = True
+    """False: the plain implementation, which computes the same and is what the fast one is tested against."""
 
 
 class AgentConfig(Settings):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     model: str
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
+
+    @property
+    def recomputes_logprobs(self) -> bool:
+        return self.dtype == "bfloat16" if self.recompute_logprobs is None else self.recompute_logprobs
 
 
 class RewardConfig(Strict):

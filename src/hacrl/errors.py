@@ -1,4 +1,6 @@
-"""Errors that are the user's to mend: shown as one sentence, without a traceback, exit code 2."""
+"""Errors that are the user's to mend, shown as one sentence, without a traceback, exit code 2; and warnings."""
+
+import logging
 
 
 class UserError(Exception):
@@ -7,3 +9,8 @@ class UserError(Exception):
 
 class TrainingDiverged(Exception):
     """Three updates in a row had a non-finite loss or gradient."""
+
+
+def warn(message: str) -> None:
+    """Something the user should know that does not stop the run: one line on standard error."""
+    logging.getLogger("hacrl").warning(message)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import MakeConfig
+from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO, end_of_turn_ids, readable_ids
 from hacrl.algorithms import GSPO
@@ -20,6 +21,7 @@ from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run import train
 from hacrl.training.trainer import learning_rate
+from tiny_models import tiny
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -35,7 +37,8 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def make_agent(model_dir: Path, **settings: Any) -> Agent:
-    return Agent(AgentConfig(id="a", model=str(model_dir), log_kl=False, **settings), 0, GSPO(), seed=0)
+    options = {"log_kl": False, "fast": FAST, **settings}
+    return Agent(AgentConfig(id="a", model=str(model_dir), **options), 0, GSPO(), seed=0)
 
 
 # --- end of turn ---------------------------------------------------------------------------------------
@@ -116,6 +119,19 @@ def test_sampling_values_without_do_sample_do_not_prevent_saving(model_dir: Path
     assert json.loads(saved.read_text())["temperature"] == 0.6
     longer = config.model_copy(update={"max_steps": 2})
     assert train(longer, resume=True).summary["steps"] == 2
+
+
+def test_soft_caps_of_attention_scores_are_not_left_out(tmp_path: Path) -> None:
+    """transformers' default attention would."""
+    tiny("gemma2").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ZOO / "llama-plus").save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 14, 15, 92, 65, 35, 89]])
+    with torch.no_grad():
+        expected = tiny("gemma2")(ids).logits
+        for fast in (True, False):
+            agent = make_agent(tmp_path, fast=fast)
+            assert torch.allclose(agent.model(ids).logits, expected, atol=1e-5)
+            assert (agent.learner.policy.backbone is not None) == fast
 
 
 # --- prompts -------------------------------------------------------------------------------------------

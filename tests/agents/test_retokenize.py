@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from conftest import FAST
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import Lesson
 from hacrl.agents.loading import resolve_model
@@ -141,7 +142,7 @@ def test_fingerprint_survives_saving(tmp_path: Path, learner: PreTrainedTokenize
 
 def test_what_a_learner_drops_is_counted_by_source_and_reason() -> None:
     """One lesson with an own rollout and foreign ones that a character tokenizer can and cannot write."""
-    agent = Agent(AgentConfig(id="a", model="zoo:llama-plus", log_kl=False), 0, HACPO(), seed=0)
+    agent = Agent(AgentConfig(id="a", model="zoo:llama-plus", log_kl=False, fast=FAST), 0, HACPO(), seed=0)
     problem = ArithmeticTask().heldout("test", 1)[0]
     (own, *_) = agent.sample([problem], step=1, sampling_round=0)
     texts = [worked_answer(problem), "🙂", "</s>", "naïve", "1+1=2;#2", ""]

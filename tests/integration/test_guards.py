@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from conftest import MakeConfig
+from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import Lesson
 from hacrl.agents.loading import ZOO
@@ -143,7 +140,12 @@ def test_weights_that_are_not_the_ones_sampled_from_are_an_error(
     algorithm: Algorithm, max_logprob_gap: float, noise: float
 ) -> None:
     config = AgentConfig(
-        id="able", model="zoo:llama-plus", num_generations=4, max_completion_length=40, max_logprob_gap=max_logprob_gap
+        id="able",
+        model="zoo:llama-plus",
+        num_generations=4,
+        max_completion_length=40,
+        max_logprob_gap=max_logprob_gap,
+        fast=FAST,
     )
     agent = Agent(config, 0, algorithm, seed=0)
     problems = ArithmeticTask().heldout("test", 4)
@@ -285,7 +287,14 @@ def test_evaluation_with_rewards_outside_0_and_1(make_config: MakeConfig, tmp_pa
 
 def test_the_demo_compares_both_agents_and_says_what_to_do_next(tmp_path: Path) -> None:
     console = Console(file=StringIO(), width=140)
-    small = ["max_steps=1", "prompts_per_step=4", "rollouts_per_update=16", "task.eval_size=20", "eval_every=0"]
+    small = [
+        "max_steps=1",
+        "prompts_per_step=4",
+        "rollouts_per_update=16",
+        "task.eval_size=20",
+        "eval_every=0",
+        f"fast={FAST}",
+    ]
     summaries = run_demo(console, str(tmp_path / "demo"), small)
     assert list(summaries) == ["gspo", "hacpo"]
     shown = console.file.getvalue()
@@ -308,7 +317,7 @@ def test_the_demo_compares_both_agents_and_says_what_to_do_next(tmp_path: Path) 
 
 def test_the_demo_pair_is_alike_enough_to_learn_from_each_other(tmp_path: Path) -> None:
     """The mean ratio of the other's rollouts is what the clip of HACPO is made for: near 1, not at it."""
-    changes = ["learning_rate=0", "max_steps=1", "task.eval_size=1", f"output_dir={tmp_path / 'run'}"]
+    changes = ["learning_rate=0", "max_steps=1", "task.eval_size=1", f"output_dir={tmp_path / 'run'}", f"fast={FAST}"]
     config = RunConfig.load("demo", changes)
     assert config.prompts_per_step == 64
     metrics = RunDir(train(config).run_dir).metrics()[1]
@@ -317,21 +326,35 @@ def test_the_demo_pair_is_alike_enough_to_learn_from_each_other(tmp_path: Path) 
     assert 0.78 <= sum(ratios) / 2 <= 0.95
 
 
-@pytest.mark.parametrize(("algorithm", "code"), [("grpo", 0), ("gspo", 2)])
-def test_bfloat16_trains_float32_weights_and_is_refused_where_its_rounding_exceeds_the_clip(
-    make_config: MakeConfig, tmp_path: Path, algorithm: str, code: int
+@pytest.mark.parametrize(
+    ("algorithm", "recompute_logprobs", "refused"),
+    [("grpo", False, False), ("gspo", None, False), ("hacpo", None, False), ("gspo", False, True)],
+)
+def test_bfloat16_trains_float32_weights_unless_its_rounding_exceeds_the_clip(
+    make_config: MakeConfig, algorithm: str, recompute_logprobs: bool | None, refused: bool
 ) -> None:
     """Short answers: GRPO's clip of a fifth does not notice, GSPO's of 0.0003 would cut by rounding alone."""
-    config = make_config("llama-plus", algorithm={"name": algorithm}, dtype="bfloat16", max_steps=1)
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
-    # Some processors announce bfloat16 instructions that they then refuse.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    command = [sys.executable, "-m", "hacrl.cli", "train", str(tmp_path / "run.yaml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    if code:
-        assert "outside the clip before any update" in done.stderr
-        assert not complete_checkpoints(tmp_path / "run")
-    else:
-        weights = load_file(complete_checkpoints(tmp_path / "run")[-1] / "agents" / "agent0" / "model.safetensors")
-        assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    models = ["llama-plus", "llama-minus"] if algorithm == "hacpo" else ["llama-plus"]
+    config = make_config(
+        *models,
+        algorithm={"name": algorithm},
+        dtype="bfloat16",
+        recompute_logprobs=recompute_logprobs,
+        task={"name": "arithmetic", "eval_size": 2},
+        rollouts_per_update=8,
+        max_steps=1,
+    )
+    if refused:
+        with pytest.raises(UserError, match=r"outside the clip before any update .* recompute_logprobs: true"):
+            train(config)
+        assert not complete_checkpoints(Path(config.output_dir))
+        return
+    run = RunDir(train(config).run_dir)
+    step = run.metrics()[1]
+    assert step["agent0/updates"] == (4 if algorithm == "hacpo" else 2)
+    assert 1e-4 < step["agent0/logprob_gap"] < 0.05
+    after = load_file(complete_checkpoints(run.path)[-1] / "agents" / "agent0" / "model.safetensors")
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    start = weights(ZOO / "llama-plus")
+    moved = max(float((after[name] - tensor).abs().max()) for name, tensor in start.items())
+    assert 1e-5 < moved < 1e-2

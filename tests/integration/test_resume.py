@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import MakeConfig
+from conftest import FAST, MakeConfig
 from hacrl.config import RunConfig
 from hacrl.training.checkpoint import complete_checkpoints, step_of
 from hacrl.training.run import resumed_config, train
@@ -59,7 +59,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interruptible(output_dir: Path) -> RunConfig:
     agents = [{"id": "a", "model": "zoo:llama-plus"}, {"id": "b", "model": "zoo:neox-pair"}]
     sizes = {"prompts_per_step": 4, "num_generations": 4, "rollouts_per_update": 16, "max_completion_length": 40}
-    times = {"max_steps": 5, "eval_every": 2, "save_every": 2, "trace": True, "learning_rate": 1e-4}
+    times = {"max_steps": 5, "eval_every": 2, "save_every": 2, "trace": True, "learning_rate": 1e-4, "fast": FAST}
     task = {"name": "arithmetic", "eval_size": 20}
     return RunConfig.from_dict({"agents": agents, "task": task, "output_dir": str(output_dir), **sizes, **times})
 

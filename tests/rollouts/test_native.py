@@ -6,19 +6,19 @@ from collections import Counter
 import pytest
 import torch
 
+from conftest import FAST
 from hacrl.agents.agent import Agent
 from hacrl.agents.logprobs import completion_logprobs
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
 from hacrl.rollouts.engine import SamplingParams
-from hacrl.rollouts.native import choose_tokens, restrict
 from hacrl.tasks.arithmetic import ArithmeticTask
 
 MODELS = ["llama-plus", "neox-pair", "qwen3-bpe", "olmo2-char"]
 
 
 def load(name: str, **settings: object) -> Agent:
-    return Agent(AgentConfig(id="a", model=f"zoo:{name}", log_kl=False, **settings), 0, GSPO(), seed=0)
+    return Agent(AgentConfig(id="a", model=f"zoo:{name}", log_kl=False, fast=FAST, **settings), 0, GSPO(), seed=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,17 +92,3 @@ def test_a_completion_ends_at_any_stop_token_at_a_stop_string_or_at_the_limit() 
     for (completion,) in agent.engine.sample(prompts, SamplingParams(1, 40, temperature=0.0), seed=0):
         assert completion.ended
         assert agent.tokenizer.decode(completion.token_ids[-1:]) == "="
-
-
-def test_restrict_keeps_the_nucleus_and_the_top_k() -> None:
-    logp = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert restrict(logp, top_p=1.0, top_k=2).exp()[0].tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert (restrict(logp, top_p=0.8, top_k=0)[0] > -torch.inf).tolist() == [True, True, False, False]
-    assert (restrict(logp, top_p=0.81, top_k=0)[0] > -torch.inf).tolist() == [True, True, True, False]
-
-
-def test_the_log_probability_recorded_is_before_top_k() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0]])
-    token, logp = choose_tokens(logits, SamplingParams(1, 1, 1.0, top_k=1), torch.Generator().manual_seed(0))
-    assert token.tolist() == [0]
-    assert logp.tolist() == pytest.approx([logits.log_softmax(1)[0, 0].item()])

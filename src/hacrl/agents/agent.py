@@ -9,19 +9,20 @@ from jinja2 import TemplateError
 
 from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import end_of_turn_ids, load_model, load_tokenizer, readable_ids
+from hacrl.agents.master import MasterWeights, cast_parameters
+from hacrl.agents.policy import Policy
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.rollouts.engine import SamplingParams
-from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import SAMPLE, derive_seed
 from hacrl.tasks.problem import Problem, Prompt
 
 
 class Agent:
-    def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int) -> None:
+    def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int, trace: bool = False) -> None:
         self.config, self.index, self.algorithm, self.seed = config, index, algorithm, seed
         self.tokenizer = load_tokenizer(config)
         self.model = load_model(config)
@@ -29,10 +30,16 @@ class Agent:
         self.stop_ids = end_of_turn_ids(self.model, self.tokenizer, config.id)
         self.readable = readable_ids(self.tokenizer, self.stop_ids)
         self.retokenizer = Retokenizer(self.tokenizer, self.stop_ids[0], config.max_completion_length)
-        autocast = config.dtype == "bfloat16"
-        self.engine = NativeEngine(self.model, self.tokenizer, self.stop_ids, config.sampling_batch_size, autocast)
-        reference = load_model(config).requires_grad_(False) if algorithm.beta or config.log_kl else None
-        self.learner = Learner(config, index, algorithm, self.model, reference, pad_id=self.stop_ids[0])
+        policy = Policy(self.model, config, self.stop_ids)
+        self.weights = MasterWeights(self.model, policy.dtype)
+        self.engine = policy.engine(self.tokenizer)
+        reference = None
+        if algorithm.beta or config.log_kl:
+            start = Policy(load_model(config).requires_grad_(False), config, self.stop_ids)
+            cast_parameters(start.model, policy.dtype)
+            reference = start.score
+        saves_work = config.fast and not trace
+        self.learner = Learner(config, index, algorithm, self.weights, policy, reference, saves_work)
 
     # --- prompts -----------------------------------------------------------------------------------
 
@@ -145,11 +152,11 @@ class Agent:
     # --- checkpoints -------------------------------------------------------------------------------
 
     def save(self, model_dir: Path, state_file: Path) -> None:
-        self.model.save_pretrained(model_dir)
+        self.model.save_pretrained(model_dir, state_dict=self.weights.state_dict(self.model))
         self.tokenizer.save_pretrained(model_dir)
         with state_file.open("wb") as file:  # an open file, because then a full disk is an OSError
             torch.save(self.learner.state_dict(), file)
 
     def load(self, model_dir: Path, state_file: Path) -> None:
-        self.model.load_state_dict(load_model(self.config, model_dir).state_dict())
+        self.weights.load_state_dict(self.model, load_model(self.config, model_dir).state_dict())
         self.learner.load_state_dict(torch.load(state_file, map_location=self.device, weights_only=True))

@@ -1,7 +1,8 @@
 """How a learner turns rollouts into updates of its model."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hacrl.agents.logprobs import completion_logprobs
+from hacrl.agents.master import MasterWeights
+from hacrl.agents.policy import Policy, Score
 from hacrl.algorithms import Algorithm, Sequences, Terms, k3_kl
 from hacrl.config import AgentConfig
-from hacrl.errors import TrainingDiverged, UserError
+from hacrl.decoder.parallel import side_by_side
+from hacrl.decoder.scoring import TokenLogprobs
+from hacrl.errors import TrainingDiverged, UserError, warn
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Prompt
 
@@ -52,20 +56,26 @@ class Learner:
         config: AgentConfig,
         index: int,
         algorithm: Algorithm,
-        model: nn.Module,
-        reference: nn.Module | None,
-        pad_id: int,
+        weights: MasterWeights,
+        policy: Policy,
+        reference: Score | None,
+        saves_work: bool,
     ) -> None:
-        self.config, self.index, self.algorithm, self.pad_id = config, index, algorithm, pad_id
-        self.model, self.reference = model, reference
-        self.autocast = config.dtype == "bfloat16"
-        self.device = next(model.parameters()).device
+        self.config, self.index, self.algorithm = config, index, algorithm
+        self.weights, self.policy, self.reference = weights, policy, reference
+        self.saves_work = saves_work
+        """Leave out what has no gradient. The result is the same; only what a trace would say of it is not known."""
+        self.micro_batch_size = config.micro_batch_size
+        self.batch_tokens = 0
+        """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
+        self.device = weights.weights[0].device
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            weights.weights,
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
+            fused=self.device.type == "cuda",
         )
         self.updates = 0
         self.nonfinite_in_a_row = 0
@@ -74,13 +84,25 @@ class Learner:
         """An optimizer update for each mini-batch. `tokens` holds the completions this learner can use."""
         for group in self.optimizer.param_groups:
             group["lr"] = lesson.learning_rate
-        work = LearningStep(self, lesson, prompts, tokens)
-        for minibatch in lesson.minibatches:
-            chosen = set(minibatch)
-            rows = [row for row in tokens if lesson.rollouts[row].prompt_index in chosen]
-            if rows:
-                work.update(rows)
+        if not self.batch_tokens:
+            self.batch_tokens = self.policy.choose_batch_tokens()
+        with self.policy.driven():
+            work = LearningStep(self, lesson, prompts, tokens)
+            for minibatch in lesson.minibatches:
+                work.update(minibatch)
         return LearnResult(work.records(), work.metrics())
+
+    def make_batches_smaller(self) -> str | None:
+        """After running out of memory; what was done, or None if a batch is one rollout already."""
+        if self.micro_batch_size is not None:
+            if self.micro_batch_size == 1:
+                return None
+            self.micro_batch_size //= 2
+            return f"micro_batch_size is now {self.micro_batch_size}"
+        if self.batch_tokens < 64:
+            return None
+        self.batch_tokens //= 2
+        return f"a pass now takes {self.batch_tokens} tokens"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -95,6 +117,39 @@ class Learner:
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
 
 
+class Notes:
+    """What is written down during one update; an update that runs out of memory starts anew.
+
+    Figures stay on the device until they are asked for: each look at one waits for the GPU.
+    """
+
+    def __init__(self) -> None:
+        self.figures: defaultdict[str, list[float | Tensor]] = defaultdict(list)
+        self.records: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def note(self, name: str, value: float | Tensor) -> None:
+        self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
+
+    def add(self, other: "Notes") -> None:
+        for name, values in other.figures.items():
+            self.figures[name] += values
+        for name, columns in other.records.items():
+            self.records[name] += columns
+
+    def sum(self, name: str) -> float:
+        return sum(self._values(name), 0.0)
+
+    def max(self, name: str) -> float:
+        return max(self._values(name))
+
+    def _values(self, name: str) -> list[float]:
+        values = self.figures[name]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        numbers = torch.stack(tensors).tolist() if tensors else []
+        self.figures[name] = [*(value for value in values if not isinstance(value, Tensor)), *numbers]
+        return [float(value) for value in self.figures[name]]
+
+
 class LearningStep:
     """One learner's updates in one step, and the notes taken on the way."""
 
@@ -104,36 +159,86 @@ class LearningStep:
         self.learner, self.lesson, self.prompts, self.tokens = learner, lesson, prompts, tokens
         self.made = 0
         self.source_N = torch.tensor([rollout.source for rollout in lesson.rollouts])
-        self._records: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._gap_max = 0.0
+        self.advantages, self.omegas = lesson.advantage_N.tolist(), lesson.omega_N.tolist()
+        self.old_logps: dict[int, Tensor] = {}
+        """The learner's own log-probabilities of its rollouts before the first update, where these are preferred."""
+        self._notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
         self._nonfinite = 0
 
-    def update(self, rows: list[int]) -> None:
-        """One optimizer update from the given rollouts; left out and counted if it is not finite."""
-        learner, config = self.learner, self.learner.config
-        learner.model.zero_grad(set_to_none=True)
-        own = [row for row in rows if self.lesson.rollouts[row].source == learner.index]
-        foreign = [row for row in rows if self.lesson.rollouts[row].source != learner.index]
-        mean_weights = learner.algorithm.mean_weights(self.source_N[rows], learner.index)
-        weight_of = dict(zip(rows, mean_weights.tolist(), strict=True))
-
-        finite = self._backward(own, weight_of, kl_weight=learner.algorithm.beta / max(len(own), 1))
-        if own and self._first:
-            self._check_gap()
-        own_gradient = self._gradient() if own and foreign else None
-        finite = self._backward(foreign, weight_of) and finite
-        norm = nn.utils.get_total_norm(p.grad for p in learner.model.parameters() if p.grad is not None)
-        if not finite or not bool(torch.isfinite(norm)):
+    def update(self, minibatch: list[int]) -> None:
+        """One optimizer update from the rollouts of these prompts; left out and counted if it is not finite."""
+        learner, weights = self.learner, self.learner.weights
+        rows = self._rows_of(minibatch)
+        if not rows:
+            return
+        while True:
+            weights.zero_grad()
+            notes = Notes()
+            try:
+                if learner.config.recomputes_logprobs and self._first and not self.old_logps:
+                    self._score_old()
+                parts = self._gradient(rows, notes)
+                break
+            except torch.OutOfMemoryError as error:
+                done = learner.make_batches_smaller()
+                if done is None:
+                    raise
+                del error  # and with it what its frames hold
+                learner.policy.free_memory()
+                warn(f"Agent {learner.config.id}: out of memory in step {self.lesson.step}; {done}.")
+        self._notes.add(notes)
+        norm = nn.utils.get_total_norm(weights.gradients)
+        if not (math.isfinite(notes.sum("objective")) and bool(torch.isfinite(norm))):
             self._reject_update()
             return
-        self._note_gradients(float(norm), own_gradient, bool(own))
-        nn.utils.clip_grads_with_norm_(learner.model.parameters(), config.max_grad_norm, norm)
+        self._note_gradients(float(norm), parts)
+        nn.utils.clip_grads_with_norm_(weights.weights, learner.config.max_grad_norm, norm)
         learner.optimizer.step()
+        weights.publish()
         learner.nonfinite_in_a_row = 0
         learner.updates += 1
         self.made += 1
+
+    def _gradient(self, rows: list[int], notes: Notes) -> dict[str, float]:
+        """Leave the gradient of these rollouts in the weights; the norms of its parts, own and foreign."""
+        learner = self.learner
+        mean_weights = learner.algorithm.mean_weights(self.source_N[rows], learner.index)
+        weight_of = dict(zip(rows, mean_weights.tolist(), strict=True))
+        own, foreign = self._needed(rows)
+        num_own = int((self.source_N[rows] == learner.index).sum())
+        kl_weight = learner.algorithm.beta / max(num_own, 1)
+
+        self._add_gradients(own, weight_of, notes, kl_weight)
+        if own and self._first:
+            self._check_gap(notes)
+        own_gradients = torch._foreach_mul(learner.weights.gradients, 1.0) if 0 < num_own < len(rows) else None
+        if learner.saves_work:
+            # A look at all of them, then a backward pass for those that have a gradient.
+            self._add_gradients(self._kept(foreign, weight_of, notes), weight_of, notes, seen=True)
+        else:
+            self._add_gradients(foreign, weight_of, notes)
+        if own_gradients is None:
+            return {"own" if num_own else "foreign": math.nan}  # all of it
+        foreign_gradients = torch._foreach_sub(learner.weights.gradients, own_gradients)
+        parts = {"own": own_gradients, "foreign": foreign_gradients}
+        return {name: float(nn.utils.get_total_norm(gradients)) for name, gradients in parts.items()}
+
+    def _needed(self, rows: list[int]) -> tuple[list[int], list[int]]:
+        """The own and the foreign ones of these rollouts, without those that have neither value nor gradient: A = 0."""
+        learner = self.learner
+        own = [row for row in rows if self.lesson.rollouts[row].source == learner.index]
+        foreign = [row for row in rows if self.lesson.rollouts[row].source != learner.index]
+        if learner.saves_work:
+            foreign = [row for row in foreign if self.advantages[row] != 0]
+            if not learner.algorithm.beta:  # the KL is of all own rollouts
+                own = [row for row in own if self.advantages[row] != 0]
+        return own, foreign
+
+    def _rows_of(self, minibatch: list[int]) -> list[int]:
+        """The rollouts of these prompts that the learner can use."""
+        chosen = set(minibatch)
+        return [row for row in self.tokens if self.lesson.rollouts[row].prompt_index in chosen]
 
     @property
     def _first(self) -> bool:
@@ -142,7 +247,7 @@ class LearningStep:
 
     def _reject_update(self) -> None:
         learner = self.learner
-        learner.model.zero_grad(set_to_none=True)
+        learner.weights.zero_grad()
         self._nonfinite += 1
         learner.nonfinite_in_a_row += 1
         if learner.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
@@ -151,123 +256,230 @@ class LearningStep:
                 f"is not finite, the last one in step {self.lesson.step}."
             )
 
-    def _backward(self, rows: list[int], weight_of: dict[int, float], kl_weight: float = 0.0) -> bool:
-        """Add the gradient of these rollouts' part of the objective; False if it is not finite.
+    def _batches(self, rows: list[int]) -> Iterator[list[int]]:
+        """The rollouts of one pass each: those of one prompt together, prompts with answers of like length together."""
+        longest: defaultdict[int, int] = defaultdict(int)
+        for row in rows:
+            prompt = self.lesson.rollouts[row].prompt_index
+            longest[prompt] = max(longest[prompt], len(self.tokens[row]))
+        place = {row: self.lesson.rollouts[row].prompt_index for row in rows}
+        ordered = sorted(rows, key=lambda row: (longest[place[row]], place[row], len(self.tokens[row])))
+        learner = self.learner
+        size = learner.micro_batch_size
+        if size is not None:
+            yield from (ordered[start : start + size] for start in range(0, len(ordered), size))
+            return
+        # As few batches as memory allows, of about the same size, and as many for each worker.
+        total = sum(len(self.tokens[row]) for row in rows) + sum(len(self.prompts[prompt]) for prompt in longest)
+        count, workers = -(-total // learner.batch_tokens), learner.policy.workers
+        count = -(-count // workers) * workers
+        batch: list[int] = []
+        tokens, last = 0.0, None
+        for row in ordered:
+            tokens += len(self.tokens[row]) + (0 if place[row] == last else len(self.prompts[place[row]]))
+            last = place[row]
+            batch.append(row)
+            if tokens >= total / count:
+                yield batch
+                batch, tokens = [], tokens - total / count
+        if batch:
+            yield batch
 
-        The rollouts are all own or all foreign.
-        """
+    def _add_gradients(
+        self,
+        rows: list[int],
+        weight_of: dict[int, float],
+        notes: Notes,
+        kl_weight: float = 0.0,
+        seen: bool = False,
+    ) -> None:
+        """Add the gradient of these rollouts' part of the objective; they are all own or all foreign."""
+        weights = self.learner.weights
+        workers = self.learner.policy.workers
+
+        def work(batch: list[int]) -> tuple[Notes, tuple[Tensor, ...] | None]:
+            """One pass. Workers side by side must not add to the same tensors, nor in an order of chance."""
+            new = Notes()
+            loss = -self._objective(batch, weight_of, new, kl_weight, seen)
+            if workers == 1:
+                loss.backward()
+                weights.collect()
+                return new, None
+            return new, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
+
+        for new, gradients in side_by_side(work, list(self._batches(rows)), workers):
+            notes.add(new)
+            if gradients is not None:
+                working: Any = [parameter.grad for parameter in weights.working]
+                torch._foreach_add_(working, gradients)
+                weights.collect()
+
+    def _kept(self, rows: list[int], weight_of: dict[int, float], notes: Notes) -> list[int]:
+        """Those of the rollouts that have a gradient."""
+
+        def look(batch: list[int]) -> tuple[Notes, list[int]]:
+            new = Notes()
+            with torch.no_grad():
+                _, terms, _ = self._terms(batch, weight_of, new)
+            return new, [row for row, is_kept in zip(batch, terms.kept_N.tolist(), strict=True) if is_kept]
+
+        kept: list[int] = []
+        for new, rows_kept in side_by_side(look, list(self._batches(rows)), self.learner.policy.workers):
+            notes.add(new)
+            kept += rows_kept
+        return kept
+
+    def _objective(
+        self, batch: list[int], weight_of: dict[int, float], notes: Notes, kl_weight: float, seen: bool
+    ) -> Tensor:
+        """These rollouts' part of what is maximised."""
+        learner = self.learner
+        sequences, terms, current = self._terms(batch, weight_of, notes, seen)
+        weight_N = torch.tensor([weight_of[row] for row in batch], dtype=torch.float64).to(learner.device)
+        objective = (terms.objective_N * weight_N).sum()
+        own = self.lesson.rollouts[batch[0]].source == learner.index
+        if own and learner.reference is not None and (kl_weight > 0 or self._first):
+            with torch.no_grad():
+                start = learner.reference(*self._texts(batch), learner.config.temperature)
+            kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
+            objective = objective - kl_weight * kl_N.double().sum()
+            notes.note("objective", -kl_weight * kl_N.double().sum())
+            notes.note("kl", kl_N.sum())
+            notes.note("kl_rollouts", len(batch))
+        notes.note("tokens", sum(len(self.tokens[row]) for row in batch))
+        if own:
+            teaching = [n for n, row in enumerate(batch) if self.advantages[row] != 0]
+            notes.note("entropy", current.entropy_NT[teaching].sum())
+            notes.note("entropy_tokens", sum(len(self.tokens[batch[n]]) for n in teaching))
+            if self._first:
+                self._note_gap(batch, sequences, terms, notes)
+        return objective
+
+    def _terms(
+        self, batch: list[int], weight_of: dict[int, float], notes: Notes, seen: bool = False
+    ) -> tuple[Sequences, Terms, TokenLogprobs]:
+        """The rollouts under the learner as it is, and their terms of the objective."""
         learner, lesson = self.learner, self.lesson
-        temperature, size = learner.config.temperature, learner.config.micro_batch_size
-        finite = True
-        ordered = sorted(rows, key=lambda row: len(self.tokens[row]))
-        for batch in (ordered[start : start + size] for start in range(0, len(ordered), size)):
-            rollouts = [lesson.rollouts[row] for row in batch]
-            prompts = [self.prompts[rollout.prompt_index] for rollout in rollouts]
-            completions = [self.tokens[row] for row in batch]
-            own = rollouts[0].source == learner.index
-            scoring = (prompts, completions, temperature, learner.pad_id, learner.autocast)
-            current = completion_logprobs(learner.model, *scoring)
-            sequences = Sequences(
-                logp_NT=current.logp_NT.double(),
-                mask_NT=current.mask_NT,
-                old_logp_N=self._column([rollout.logp_sum for rollout in rollouts]),
-                old_length_N=self._column([rollout.num_tokens for rollout in rollouts]),
-                bytes_N=self._column([rollout.num_bytes for rollout in rollouts]),
-                own_N=torch.full((len(batch),), own, device=learner.device),
-                advantage_N=lesson.advantage_N[batch].to(learner.device),
-                omega_N=lesson.omega_N[batch].to(learner.device),
-                old_logp_NT=self._old_token_logps(rollouts, current.mask_NT),
-            )
-            terms = learner.algorithm.terms(sequences, self.made)
-            weight_N = self._column([weight_of[row] for row in batch])
-            objective = (terms.objective_N * weight_N).sum()
-            if own and learner.reference is not None and (kl_weight > 0 or self._first):
-                with torch.no_grad():
-                    start = completion_logprobs(learner.reference, *scoring)
-                kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
-                objective = objective - kl_weight * kl_N.double().sum()
-                self._sums["kl"] += float(kl_N.detach().sum())
-                self._sums["kl_rollouts"] += len(batch)
-            finite = finite and bool(torch.isfinite(objective))
-            (-objective).backward()
+        rollouts = [lesson.rollouts[row] for row in batch]
+        current = learner.policy.score(*self._texts(batch), learner.config.temperature)
+        old_NT = self._old_token_logps(batch, current.mask_NT)
+        old_N = [rollout.logp_sum for rollout in rollouts]
+        for n, row in enumerate(batch):
+            if row in self.old_logps:
+                old_N[n] = float(self.old_logps[row].sum())
+        columns = [
+            old_N,
+            [rollout.num_tokens for rollout in rollouts],
+            [rollout.num_bytes for rollout in rollouts],
+            [self.advantages[row] for row in batch],
+            [self.omegas[row] for row in batch],
+            [rollout.source == learner.index for rollout in rollouts],
+            [weight_of[row] for row in batch],
+        ]
+        table = torch.tensor(columns, dtype=torch.float64).to(learner.device)  # one transfer
+        old_logp_N, old_length_N, bytes_N, advantage_N, omega_N, own_N, weight_N = table
+        sequences = Sequences(
+            logp_NT=current.logp_NT.double(),
+            mask_NT=current.mask_NT,
+            old_logp_N=old_logp_N,
+            old_length_N=old_length_N,
+            bytes_N=bytes_N,
+            own_N=own_N.bool(),
+            advantage_N=advantage_N,
+            omega_N=omega_N,
+            old_logp_NT=old_NT,
+        )
+        terms = learner.algorithm.terms(sequences, self.made)
+        if not seen:
+            notes.note("objective", (terms.objective_N.detach() * weight_N).sum())
+            self._record(batch, sequences, terms, weight_N, notes)
+        return sequences, terms, current
 
-            self._sums["objective"] += float(objective.detach())
-            self._sums["tokens"] += int(current.mask_NT.sum())
-            if own:
-                self._sums["entropy"] += float(current.entropy_NT.sum())
-                self._sums["own_tokens"] += int(current.mask_NT.sum())
-                if self._first:
-                    self._note_gap(sequences, terms)
-            self._record(batch, sequences, terms, weight_N)
-        return finite
+    def _texts(self, batch: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        prompts = [self.prompts[self.lesson.rollouts[row].prompt_index] for row in batch]
+        return prompts, [self.tokens[row] for row in batch]
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.learner.device)
-
-    def _old_token_logps(self, rollouts: Sequence[Rollout], mask_NT: Tensor) -> Tensor:
-        """Recorded log-probabilities of own rollouts; zeros for the others, whose tokens may differ."""
+    def _old_token_logps(self, batch: list[int], mask_NT: Tensor) -> Tensor:
+        """Log-probabilities of own rollouts when sampled; zeros for the others, whose tokens may differ."""
         old_NT = torch.zeros(mask_NT.shape, dtype=torch.float64)
-        for row, rollout in enumerate(rollouts):
-            if rollout.source == self.learner.index:
-                old_NT[row, : len(rollout.logps)] = torch.tensor(rollout.logps, dtype=torch.float64)
+        for n, row in enumerate(batch):
+            rollout = self.lesson.rollouts[row]
+            if row in self.old_logps:
+                old_NT[n, : rollout.num_tokens] = self.old_logps[row]
+            elif rollout.source == self.learner.index:
+                old_NT[n, : rollout.num_tokens] = torch.tensor(rollout.logps, dtype=torch.float64)
         return old_NT.to(mask_NT.device)
+
+    def _score_old(self) -> None:
+        """What the learner itself says of its rollouts before the first update.
+
+        In bfloat16 the sampler's rounding differs from the learner's by more than GSPO's clip is wide. Rounding also
+        depends on what else is in a batch, so the batches are those of the updates to come.
+        """
+        learner = self.learner
+
+        def score(batch: list[int]) -> TokenLogprobs:
+            with torch.no_grad():
+                return learner.policy.score(*self._texts(batch), learner.config.temperature)
+
+        for minibatch in self.lesson.minibatches:
+            own, _ = self._needed(self._rows_of(minibatch))
+            batches = list(self._batches([row for row in own if row not in self.old_logps]))
+            for batch, scored in zip(batches, side_by_side(score, batches, learner.policy.workers), strict=True):
+                for row, logp_T in zip(batch, scored.logp_NT.double().cpu(), strict=True):
+                    self.old_logps[row] = logp_T[: len(self.tokens[row])]
 
     # --- notes -------------------------------------------------------------------------------------
 
-    def _note_gap(self, sequences: Sequences, terms: Terms) -> None:
+    def _note_gap(self, batch: list[int], sequences: Sequences, terms: Terms, notes: Notes) -> None:
         """How far the recorded log-probabilities are from the learner's own, before its first update."""
-        gap_NT = (sequences.logp_NT.detach() - sequences.old_logp_NT).abs() * sequences.mask_NT
-        self._sums["gap"] += float(gap_NT.sum())
-        self._sums["gap_tokens"] += int(sequences.mask_NT.sum())
-        self._gap_max = max(self._gap_max, float(gap_NT.max()))
+        recorded_NT = torch.zeros(sequences.mask_NT.shape, dtype=torch.float64)
+        for n, row in enumerate(batch):
+            logps = self.lesson.rollouts[row].logps
+            recorded_NT[n, : len(logps)] = torch.tensor(logps, dtype=torch.float64)
+        gap_NT = (sequences.logp_NT.detach() - recorded_NT.to(self.learner.device)).abs() * sequences.mask_NT
         ratio_N = terms.log_ratio_N.exp()
-        self._sums["gap_clipped"] += int(((ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)).sum())
-        self._sums["gap_rollouts"] += len(ratio_N)
+        notes.note("gap", gap_NT.sum())
+        notes.note("gap_max", gap_NT.max())
+        notes.note("gap_tokens", sum(len(self.tokens[row]) for row in batch))
+        notes.note("gap_clipped", ((ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)).sum())
+        notes.note("gap_rollouts", len(batch))
 
-    def _gap(self) -> dict[str, float]:
+    @staticmethod
+    def _gap(notes: Notes) -> dict[str, float]:
         return {
-            "logprob_gap": self._sums["gap"] / self._sums["gap_tokens"],
-            "logprob_gap_max": self._gap_max,
-            "logprob_gap_clipped": self._sums["gap_clipped"] / self._sums["gap_rollouts"],
+            "logprob_gap": notes.sum("gap") / notes.sum("gap_tokens"),
+            "logprob_gap_max": notes.max("gap_max"),
+            "logprob_gap_clipped": notes.sum("gap_clipped") / notes.sum("gap_rollouts"),
         }
 
-    def _check_gap(self) -> None:
+    def _check_gap(self, notes: Notes) -> None:
         """UserError, before anything is updated, if the sampler and the learner do not have the same policy."""
         config = self.learner.config
-        gap, clipped = self._gap()["logprob_gap"], self._gap()["logprob_gap_clipped"]
+        gap, clipped = self._gap(notes)["logprob_gap"], self._gap(notes)["logprob_gap_clipped"]
         if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
+            advice = "a wider algorithm.epsilon and epsilon_high"
+            if not config.recomputes_logprobs:
+                advice = f"recompute_logprobs: true, or {advice}"
             raise UserError(
                 f"Agent {config.id}, step {self.lesson.step}: the log-probabilities recorded while sampling differ "
                 f"from the learner's by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and "
                 f"{clipped:.0%} of its own rollouts are outside the clip before any update (at most "
-                f"{MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios would be noise. Use dtype: float32, or a wider "
-                "algorithm.epsilon and epsilon_high."
+                f"{MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios would be noise. Use dtype: float32, or {advice}."
             )
 
-    def _gradient(self) -> list[Tensor | None]:
-        return [None if p.grad is None else p.grad.clone() for p in self.learner.model.parameters()]
-
-    def _note_gradients(self, total: float, own: list[Tensor | None] | None, any_own: bool) -> None:
+    def _note_gradients(self, total: float, parts: dict[str, float]) -> None:
         """Norms of the own and the foreign part of the gradient, and the angle between them."""
         self._gradients["grad_norm"].append(total)
-        if own is None:
-            self._gradients["grad_norm_own" if any_own else "grad_norm_foreign"].append(total)
-            return
-        own_sq = foreign_sq = dot = 0.0
-        for parameter, before in zip(self.learner.model.parameters(), own, strict=True):
-            if parameter.grad is None:
-                continue
-            before = torch.zeros_like(parameter.grad) if before is None else before
-            after = parameter.grad - before
-            own_sq += float(before.pow(2).sum())
-            foreign_sq += float(after.pow(2).sum())
-            dot += float((before * after).sum())
-        self._gradients["grad_norm_own"].append(own_sq**0.5)
-        self._gradients["grad_norm_foreign"].append(foreign_sq**0.5)
-        if own_sq > 0 and foreign_sq > 0:
-            self._gradients["grad_cosine"].append(dot / (own_sq * foreign_sq) ** 0.5)
+        for name, norm in parts.items():
+            self._gradients[f"grad_norm_{name}"].append(norm if len(parts) == 2 else total)
+        if len(parts) == 2 and min(parts.values()) > 0:
+            own, foreign = parts["own"], parts["foreign"]
+            # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
+            cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)
+            self._gradients["grad_cosine"].append(min(max(cosine, -1.0), 1.0))
 
-    def _record(self, batch: list[int], sequences: Sequences, terms: Terms, weight_N: Tensor) -> None:
+    def _record(self, batch: list[int], sequences: Sequences, terms: Terms, weight_N: Tensor, notes: Notes) -> None:
         columns = {
             "row": torch.tensor(batch),
             "update": torch.full((len(batch),), self.made),
@@ -284,26 +496,26 @@ class LearningStep:
             "mean_weight": weight_N,
         }
         for name, column in columns.items():
-            self._records[name].append(column.detach().cpu())
+            notes.records[name].append(column.detach())
 
     def records(self) -> dict[str, np.ndarray]:
         """One entry for each rollout and update, as columns."""
-        return {name: torch.cat(parts).numpy() for name, parts in self._records.items()}
+        return {name: torch.cat(parts).cpu().numpy() for name, parts in self._notes.records.items()}
 
     def metrics(self) -> dict[str, float]:
-        sums = self._sums
+        notes = self._notes
         metrics = {
             "learning_rate": self.lesson.learning_rate,
             "updates": self.made,
             "nonfinite_updates": self._nonfinite,
-            "tokens_trained": sums["tokens"],
-            "loss": -sums["objective"] / max(self.made, 1),
+            "tokens_trained": notes.sum("tokens"),
+            "loss": -notes.sum("objective") / max(self.made, 1),
         }
-        if sums["own_tokens"]:
-            metrics["entropy"] = sums["entropy"] / sums["own_tokens"]
-        if sums["kl_rollouts"]:
-            metrics["kl"] = sums["kl"] / sums["kl_rollouts"]
+        if notes.sum("entropy_tokens"):
+            metrics["entropy"] = notes.sum("entropy") / notes.sum("entropy_tokens")
+        if notes.sum("kl_rollouts"):
+            metrics["kl"] = notes.sum("kl") / notes.sum("kl_rollouts")
         metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}
-        if sums["gap_tokens"]:
-            metrics |= self._gap()
+        if notes.sum("gap_tokens"):
+            metrics |= self._gap(notes)
         return metrics

@@ -90,6 +90,8 @@ def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
         except ValueError:
             # Sampling values without do_sample: common in published models, and refused when a model is saved.
             model.generation_config.do_sample = True
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers' default leaves the soft cap out
     return model.to(device).eval()
 
 
@@ -105,11 +107,16 @@ def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_
             "or eos_token_id in its generation_config.json."
         )
     if len(ids) > 1 and tokenizer.chat_template:
-        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False)
-        closing = tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False)
+        closing = closing_ids(tokenizer)
         ids.sort(key=lambda token: closing.index(token) if token in closing else len(closing))
     return ids
+
+
+def closing_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens its chat template puts behind an assistant's words."""
+    turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False)
+    return list(tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False))
 
 
 def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set[int]:

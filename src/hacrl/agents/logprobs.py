@@ -1,20 +1,15 @@
-"""Log-probabilities of given completions under a model: the learner's side of every ratio."""
+"""Log-probabilities of given completions under a model, plainly: padded rows, and all logits in memory.
+
+The reference that `hacrl.decoder.scoring` is tested against, and what runs where that cannot: see `fast`.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hacrl.rollouts.native import pad_left
-
-
-@dataclass
-class TokenLogprobs:
-    logp_NT: Tensor
-    mask_NT: Tensor
-    entropy_NT: Tensor
-    """Entropy of the next-token distribution at each position; no gradient."""
+from hacrl.decoder.scoring import TokenLogprobs
+from hacrl.rollouts.padding import pad_left
 
 
 def completion_logprobs(
@@ -23,12 +18,11 @@ def completion_logprobs(
     completions: Sequence[Sequence[int]],
     temperature: float,
     pad_id: int,
-    autocast: bool = False,
 ) -> TokenLogprobs:
     """log p(token | prompt, tokens before it) at the given temperature, for N completions.
 
     Prompts are padded on the left and completions on the right, so that all completions begin at the
-    same column and only their positions go through the vocabulary projection. `autocast` computes in bfloat16.
+    same column and only their positions go through the vocabulary projection.
     """
     device = next(model.parameters()).device
     T = max(len(completion) for completion in completions)
@@ -41,16 +35,26 @@ def completion_logprobs(
     ids_NT, mask_NT = ids_NT.to(device), mask_NT.to(device)
 
     attention_NS = torch.cat([prompt_mask_NL, mask_NT.long()], dim=1)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        logits_NTV = model(
-            input_ids=torch.cat([ids_NL, ids_NT], dim=1),
-            attention_mask=attention_NS,
-            position_ids=(attention_NS.cumsum(1) - 1).clamp(min=0),
-            use_cache=False,
-            logits_to_keep=T + 1,
-        ).logits[:, :-1]
-    logp_NTV = (logits_NTV.float() / temperature).log_softmax(-1)
+    logits_NTV = model(
+        input_ids=torch.cat([ids_NL, ids_NT], dim=1),
+        attention_mask=attention_NS,
+        position_ids=(attention_NS.cumsum(1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=T + 1,
+    ).logits[:, :-1]
+    logits_NTV = logits_NTV.to(torch.promote_types(logits_NTV.dtype, torch.float32))
+    logp_NTV = (logits_NTV / temperature).log_softmax(-1)
     logp_NT = logp_NTV.gather(-1, ids_NT[..., None]).squeeze(-1)
     with torch.no_grad():
         entropy_NT = -(logp_NTV.exp() * logp_NTV).sum(-1)
     return TokenLogprobs(torch.where(mask_NT, logp_NT, 0.0), mask_NT, entropy_NT * mask_NT)
+
+
+class PlainScorer:
+    def __init__(self, model: nn.Module, pad_id: int) -> None:
+        self.model, self.pad_id = model, pad_id
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> TokenLogprobs:
+        return completion_logprobs(self.model, prompts, completions, temperature, self.pad_id)

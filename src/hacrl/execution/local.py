@@ -11,6 +11,7 @@ import torch
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.config import RunConfig
+from hacrl.execution.memory import keep_freed_memory
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
@@ -24,8 +25,12 @@ class LocalExecutor:
     """Runs what the trainer asks of the agents. `seconds` holds how long each agent took for the last call."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.agents = [Agent(agent, index, config.algorithm, config.seed) for index, agent in enumerate(config.agents)]
+        self.agents = [
+            Agent(agent, index, config.algorithm, config.seed, trace=config.trace)
+            for index, agent in enumerate(config.agents)
+        ]
         self.seconds = [0.0] * len(self.agents)
+        keep_freed_memory()
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
         self.workers = min(len(self.agents), THREADS) if on_cpu else 1
         # Small models gain more from working side by side than from several threads each.

@@ -1,157 +1,170 @@
 """The built-in decoder: samples from the very weights that are trained, without a copy or a sync."""
 
+import queue
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from hacrl.errors import TrainingDiverged, UserError
+from hacrl.decoder import Backbone
+from hacrl.decoder.cache import Decode, Prefill, SharedCache
+from hacrl.decoder.parallel import side_by_side, works_side_by_side
+from hacrl.errors import TrainingDiverged
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Completion, FinishReason
+from hacrl.rollouts.sampling import choose_tokens, length_at_stop
+
+LEAVE_SHARE = 1 / 8
+"""Finished rows leave the batch when they are so many of it: leaving costs a copy of the cache."""
+
+
+@dataclass
+class Batch:
+    """P distinct prompts and the N rows that continue them, in the order of the prompts."""
+
+    prompts: list[list[int]]
+    prompt_N: Tensor
+    row_N: list[int]
+    """Which of the completions asked for each row is."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], wanted: Sequence[int], G: int) -> "Batch":
+        """G completions of each wanted prompt; one that is wanted twice is still read once."""
+        index: dict[tuple[int, ...], int] = {}
+        for i in wanted:
+            index.setdefault(tuple(prompts[i]), len(index))
+        rows = [i * G + g for i in wanted for g in range(G)]
+        rows.sort(key=lambda row: index[tuple(prompts[row // G])])
+        prompt_N = torch.tensor([index[tuple(prompts[row // G])] for row in rows])
+        return cls([list(prompt) for prompt in index], prompt_N, rows)
+
+    @property
+    def L(self) -> int:
+        return max(map(len, self.prompts))
+
+    @property
+    def ids_PL(self) -> Tensor:
+        """Padded on the right; nothing looks at what stands there."""
+        return torch.tensor([prompt + [0] * (self.L - len(prompt)) for prompt in self.prompts])
+
+
+@dataclass
+class Sampled:
+    """What came out of a batch, on the host."""
+
+    tokens_NT: Tensor
+    logps_NT: Tensor
+    length_N: Tensor
+    stopped: set[int]
+    """Rows that a stop string ended."""
 
 
 class NativeEngine:
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: Sequence[int],
-        batch_size: int,
-        autocast: bool = False,
+        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], batch_size: int
     ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+        self.backbone, self.tokenizer, self.batch_size = backbone, tokenizer, batch_size
         self.stop_ids = list(stop_ids)
-        self.batch_size = batch_size
-        self.autocast = autocast
+        self.cache = SharedCache()
+        self.side_by_side = works_side_by_side(backbone.model)
+        self.caches = [self.cache]
+        """One for each batch that is decoded at the same time."""
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        prompts_at_once = max(self.batch_size // params.num_generations, 1)
-        results: list[list[Completion]] = []
-        for start in range(0, len(prompts), prompts_at_once):
-            chunk = prompts[start : start + prompts_at_once]
-            flat = self._decode(chunk, params, generator)
-            for position in range(len(chunk)):
-                results.append(flat[position * params.num_generations :][: params.num_generations])
-        return results
+        G = params.num_generations
+        # Prompts of about the same length share a batch.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        workers = torch.get_num_threads() if self.side_by_side else 1
+        size = max(min(self.batch_size // G, -(-len(order) // workers)), 1)
+        self.caches += [SharedCache() for _ in range(workers - len(self.caches))]
+        free = queue.SimpleQueue[SharedCache]()
+        for cache in self.caches:
+            free.put(cache)
 
-    def _decode(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, generator: torch.Generator
-    ) -> list[Completion]:
-        """One batch: every distinct prompt is read once, then all completions advance together.
+        def decode(wanted: list[int]) -> tuple[Batch, Sampled]:
+            cache = free.get()
+            try:
+                batch = Batch.of(prompts, wanted, G)
+                with torch.no_grad():
+                    return batch, self._decode(batch, params, seed, cache)
+            finally:
+                free.put(cache)
 
-        B is the number of completions that still run; finished ones leave the batch.
+        completions: dict[int, Completion] = {}
+        chunks = [order[start : start + size] for start in range(0, len(order), size)]
+        with self.backbone.driven():
+            results = side_by_side(decode, chunks, workers)
+        for batch, sampled in results:
+            columns = (sampled.tokens_NT, sampled.logps_NT, sampled.length_N)
+            for n, (tokens, logps, length) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+                ended = tokens[length - 1] in self.stop_ids
+                reason: FinishReason = "stop" if ended or n in sampled.stopped else "length"
+                completions[batch.row_N[n]] = Completion(tokens[:length], logps[:length], reason, ended)
+        return [[completions[i * G + g] for g in range(G)] for i in range(len(prompts))]
+
+    def _decode(self, batch: Batch, params: SamplingParams, seed: int, cache: SharedCache) -> Sampled:
+        """Every distinct prompt is read once, then all completions advance together.
+
+        Of the batch's N rows, B still run; finished ones leave.
         """
-        G, T = params.num_generations, params.max_completion_length
-        longest = max(len(prompt) for prompt in prompts)
-        ids_PL, mask_PL = pad_left(prompts, longest, self.stop_ids[0], self.device)
-        cache = DynamicCache(config=self.model.config)
-        logits_PV = self._forward(ids_PL, mask_PL, cache)
-        if not bool(torch.isfinite(logits_PV).all()):
-            raise TrainingDiverged("A model gives logits that are not finite, so nothing can be sampled from it.")
-        try:
-            cache.batch_repeat_interleave(G)
-        except AttributeError:
-            raise UserError(
-                f"{type(self.model).__name__} keeps a state that is no key-value cache; such models cannot be sampled "
-                "from yet. Use a transformer decoder (Llama, Qwen, Gemma, Mistral, GPT-NeoX, ...)."
-            ) from None
-        logits_BV = logits_PV.repeat_interleave(G, dim=0)
-        mask_BL = mask_PL.repeat_interleave(G, dim=0)
+        N, T, device = len(batch.row_N), params.max_completion_length, self.backbone.device
+        cache.reserve(len(batch.prompts), batch.L, N, T)
+        length_P = torch.tensor([len(prompt) for prompt in batch.prompts], device=device)
+        logits_BV = self._read(batch, length_P, cache)[batch.prompt_N.to(device)]
+        decode = Decode(cache, length_P, batch.L, batch.prompt_N.to(device))
 
-        N = len(prompts) * G
-        tokens_NT = torch.zeros(N, T, dtype=torch.long, device=self.device)
-        logps_NT = torch.zeros(N, T, device=self.device)
-        length_N = torch.zeros(N, dtype=torch.long, device=self.device)
-        ended_N = torch.zeros(N, dtype=torch.bool, device=self.device)
+        uniform_NT = uniform_numbers(batch.row_N, T, seed).to(device)
+        tokens_NT = torch.zeros(N, T, dtype=torch.long, device=device)
+        logps_NT = torch.zeros(N, T, device=device)
+        length_N = torch.full((N,), T, device=device)
         stopped: set[int] = set()
-        row_B = torch.arange(N, device=self.device)
-        stop_ids = torch.tensor(self.stop_ids, device=self.device)
-
+        stop_ids = torch.tensor(self.stop_ids, device=device)
+        row_B = torch.arange(N, device=device)
+        finished_B = torch.zeros(N, dtype=torch.bool, device=device)
         for t in range(T):
-            token_B, logp_B = choose_tokens(logits_BV, params, generator)
+            token_B, logp_B = choose_tokens(logits_BV, params, uniform_NT[row_B, t])
             tokens_NT[row_B, t] = token_B
-            logps_NT[row_B, t] = logp_B
-            length_N[row_B] = t + 1
-            done_B = torch.isin(token_B, stop_ids)
-            ended_N[row_B] = done_B
+            logps_NT[row_B, t] = logp_B.float()
+            end_B = torch.isin(token_B, stop_ids) & ~finished_B
             if params.stop:
-                for b, row in enumerate(row_B.tolist()):
-                    text = self.tokenizer.decode(tokens_NT[row, : t + 1])
-                    if not done_B[b] and any(stop in text for stop in params.stop):
+                for b in (~finished_B & ~end_B).nonzero().squeeze(1).tolist():
+                    row = int(row_B[b])
+                    if length_at_stop(self.tokenizer, tokens_NT[row, : t + 1].tolist(), t, params.stop):
                         stopped.add(row)
-                        done_B[b] = True
-            if bool(done_B.all()) or t == T - 1:
+                        end_B[b] = True
+            length_N[row_B[end_B]] = t + 1
+            finished_B |= end_B
+            finished = int(finished_B.sum())
+            if finished == len(row_B) or t == T - 1:
                 break
-            if bool(done_B.any()):
-                running = (~done_B).nonzero().squeeze(1)
-                row_B, token_B, mask_BL = row_B[running], token_B[running], mask_BL[running]
-                cache.batch_select_indices(running)
-            mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(mask_BL), 1)], dim=1)
-            logits_BV = self._forward(token_B[:, None], mask_BL, cache)
+            if finished >= LEAVE_SHARE * len(row_B):
+                kept_B = (~finished_B).nonzero().squeeze(1)
+                decode.keep(kept_B)
+                row_B, token_B, finished_B = row_B[kept_B], token_B[kept_B], finished_B[kept_B]
+            position_B1 = (length_P[decode.prompt_B] + t)[:, None]
+            hidden_B1D = self.backbone.hidden(token_B[:, None], position_B1, decode)
+            logits_BV = self.backbone.head.logits(hidden_B1D[:, 0])
+            decode.t = t + 1
+        return Sampled(tokens_NT.cpu(), logps_NT.cpu(), length_N.cpu(), stopped)
 
-        completions = []
-        rows = zip(tokens_NT.tolist(), logps_NT.tolist(), length_N.tolist(), ended_N.tolist(), strict=True)
-        for row, (tokens, logps, length, ended) in enumerate(rows):
-            reason: FinishReason = "stop" if ended or row in stopped else "length"
-            completions.append(Completion(tokens[:length], logps[:length], reason, ended))
-        return completions
-
-    def _forward(self, ids_BL: Tensor, mask_BL: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits after the last of the given tokens, in float32."""
-        positions_BL = (mask_BL.cumsum(1) - 1).clamp(min=0)[:, -ids_BL.shape[1] :]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            output = self.model(
-                input_ids=ids_BL,
-                attention_mask=mask_BL,
-                position_ids=positions_BL,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        logits_BV: Tensor = output.logits[:, -1].float()
-        return logits_BV
+    def _read(self, batch: Batch, length_P: Tensor, cache: SharedCache) -> Tensor:
+        """Logits after each prompt; keys and values stay in the cache."""
+        ids_PL = batch.ids_PL.to(self.backbone.device)
+        position_PL = torch.arange(batch.L, device=ids_PL.device).expand(ids_PL.shape)
+        hidden_PLD = self.backbone.hidden(ids_PL, position_PL, Prefill(cache))
+        last_PD = hidden_PLD[torch.arange(len(length_P), device=ids_PL.device), length_P - 1]
+        return require_finite(self.backbone.head.logits(last_PD))
 
 
-def pad_left(
-    sequences: Sequence[Sequence[int]], length: int, pad_id: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, padded on the left so that all sequences end together."""
-    ids = torch.full((len(sequences), length), pad_id, dtype=torch.long)
-    mask = torch.zeros(len(sequences), length, dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        ids[row, length - len(sequence) :] = torch.tensor(sequence, dtype=torch.long)
-        mask[row, length - len(sequence) :] = 1
-    return ids.to(device), mask.to(device)
+def require_finite(logits_PV: Tensor) -> Tensor:
+    if not bool(torch.isfinite(logits_PV).all()):
+        raise TrainingDiverged("A model gives logits that are not finite, so nothing can be sampled from it.")
+    return logits_PV
 
 
-def choose_tokens(logits_BV: Tensor, params: SamplingParams, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its log-probability before top-p and top-k."""
-    if params.temperature == 0:
-        token_B = logits_BV.argmax(1)
-        return token_B, logits_BV.log_softmax(1).gather(1, token_B[:, None]).squeeze(1)
-    logp_BV = (logits_BV / params.temperature).log_softmax(1)
-    probs_BV = restrict(logp_BV, params.top_p, params.top_k).exp()
-    token_B1 = torch.multinomial(probs_BV, 1, generator=generator)
-    return token_B1.squeeze(1), logp_BV.gather(1, token_B1).squeeze(1)
-
-
-def restrict(logp_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Log-probabilities with everything outside top-k, then outside the top-p nucleus, at -inf."""
-    if top_k:
-        kth_B1 = logp_BV.topk(min(top_k, logp_BV.shape[1]), dim=1).values[:, -1:]
-        logp_BV = logp_BV.masked_fill(logp_BV < kth_B1, -torch.inf).log_softmax(1)
-    if top_p < 1:
-        sorted_BV, order_BV = logp_BV.sort(dim=1, descending=True)
-        # The nucleus is the smallest set that reaches top_p: a token is outside if those before it do.
-        before_BV = sorted_BV.exp().cumsum(1) - sorted_BV.exp()
-        sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, -torch.inf)
-        logp_BV = torch.empty_like(logp_BV).scatter_(1, order_BV, sorted_BV)
-    return logp_BV
+def uniform_numbers(rows: Sequence[int], T: int, seed: int) -> Tensor:
+    """T numbers for each completion that depend on the seed and its place alone, not on the batch it is in."""
+    table_NT = torch.rand(max(rows) + 1, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return table_NT[torch.tensor(rows)]

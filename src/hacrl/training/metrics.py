@@ -42,7 +42,7 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
     """What the clip did to the learner's own rollouts, beside what it reports itself."""
     metrics = dict(result.metrics) | _dropped(result, learner)
-    records = result.records
+    records = teaching(result.records)
     if records:
         source = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
         own = source == learner
@@ -55,6 +55,11 @@ def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metri
             metrics["clip_ratio/region_mean"] = float((low | high).mean())
             metrics["gradient_mass"] = gradient_mass(records, own)
     return metrics
+
+
+def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The lines with A other than 0: the others are computed for a trace only, and figures must not depend on that."""
+    return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 
 def _dropped(result: LearnResult, source: int) -> Metrics:
@@ -72,7 +77,7 @@ def gradient_mass(records: dict[str, np.ndarray], chosen: np.ndarray) -> float:
 def pair_metrics(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     """How a learner used the rollouts of another agent."""
     metrics = _dropped(result, source)
-    records = result.records
+    records = teaching(result.records)
     if not records:
         return metrics
     chosen = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]] == source

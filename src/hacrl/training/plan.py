@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from hacrl.agents.loading import count_parameters, load_model_config
+from hacrl.agents.loading import count_parameters, load_model_config, resolve_device
+from hacrl.agents.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
 from hacrl.config import AgentConfig, RunConfig
+from hacrl.decoder.head import CHUNK_ELEMENTS
 
 GIB = 2**30
 
@@ -46,6 +48,11 @@ def estimate_memory(config: RunConfig, agent: AgentConfig, parameters: int) -> d
     kv_heads = settings.get("num_key_value_heads") or heads
     head_dim = settings.get("head_dim") or width // heads
     length = agent.max_prompt_length + agent.max_completion_length
+    rollouts = config.prompts_per_step * config.rollouts_per_prompt(agent)
+    tokens = min(agent.micro_batch_size or rollouts, rollouts) * length
+    if agent.micro_batch_size is None:  # at most so many in one pass, and fewer where memory is short
+        most = CPU_BATCH_TOKENS if resolve_device(agent.device).type == "cpu" else CUDA_BATCH_TOKENS
+        tokens = min(tokens, max(most, length))
     decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations)
 
     keeps_reference = bool(config.algorithm.beta) or agent.log_kl
@@ -53,11 +60,12 @@ def estimate_memory(config: RunConfig, agent: AgentConfig, parameters: int) -> d
     copies = 1 + keeps_reference  # weights
     copies += 1 + splits_gradient  # gradients, and the own part of them
     copies += 2  # Adam's moments
+    model = copies * parameters * 4 + (2 * 2 * parameters if agent.dtype == "bfloat16" else 0)
     return {
-        "model": copies * parameters * 4 / GIB,
+        "model": model / GIB,
         "cache": 2 * layers * kv_heads * head_dim * decoded * length * size / GIB,
         # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
-        "activations": 17 * size * layers * width * agent.micro_batch_size * length / GIB,
-        # Logits, log-probabilities and their gradient, in float32.
-        "logits": 3 * 4 * agent.micro_batch_size * agent.max_completion_length * text.vocab_size / GIB,
+        "activations": 17 * size * layers * width * tokens / GIB,
+        # A slice of them at a time, its probabilities and their gradient.
+        "logits": 3 * 4 * min(CHUNK_ELEMENTS, tokens * text.vocab_size) / GIB,
     }

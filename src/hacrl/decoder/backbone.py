@@ -1,0 +1,133 @@
+"""An ordinary transformers decoder, taken apart: layers that give hidden states, a projection to logits."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hacrl.decoder.attention import NAME, Plan
+from hacrl.decoder.head import Head
+from hacrl.decoder.layers import LeanLayers
+from hacrl.decoder.packing import Packed
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+class CannotDrive(Exception):
+    """The fast paths do not fit this model; the message says why."""
+
+
+class Backbone:
+    """Drives a model whose attention goes through transformers' interface; CannotDrive if it does not.
+
+    The model is compared with itself, driven and not, before anything relies on it: on its own weights, so build the
+    backbone while they are in float32.
+    """
+
+    def __init__(self, model: nn.Module, lean: bool = True) -> None:
+        self.model: Any = model
+        self.body: Any = self.model.base_model
+        self.lean: LeanLayers | None = None
+        self.lock = Lock()
+        self.entered = 0
+        self.moved = 0
+        """How often weights came to stand elsewhere in memory: graphs captured before are void."""
+        self.checkpointing = False
+        """Whether layers keep no activations and compute them again in the backward pass."""
+        problem = self._difference()
+        if problem:
+            raise CannotDrive(f"{type(model).__name__}: {problem}")
+        if lean:
+            self.lean = LeanLayers(model)
+            if self._difference():
+                self.lean = None
+
+    @property
+    def head(self) -> Head:
+        return Head.of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight_VD.device
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Inside, the model's attention is ours, and so are the layers for which there is a leaner version.
+
+        May be entered again inside, and by several threads at a time.
+        """
+        with self.lock:
+            self.entered += 1
+            if self.entered == 1:
+                self._take_over()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.entered -= 1
+                if self.entered == 0:
+                    self._give_back()
+
+    def _take_over(self) -> None:
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        if self.lean is not None:
+            self.moved += self.lean.refresh()
+            forwards |= self.lean.forwards
+        if self.checkpointing:
+            layers = (module for module in self.body.modules() if isinstance(module, GradientCheckpointingLayer))
+            forwards |= {layer: partial(_checkpointed, layer.forward) for layer in layers}
+        self.before = {module: module.__dict__.get("forward") for module in forwards}
+        self.attention_before = self.model.config._attn_implementation
+        self.model.config._attn_implementation = NAME
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+
+    def _give_back(self) -> None:
+        self.model.config._attn_implementation = self.attention_before
+        for module, forward in self.before.items():
+            module.__dict__.pop("forward")
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+    def hidden(self, ids_BS: Tensor, position_BS: Tensor, plan: Plan) -> Tensor:
+        """Last hidden states (B, S, D), after the final norm."""
+        output = self.body(input_ids=ids_BS, position_ids=position_BS, use_cache=False, plan=plan)
+        hidden_BSD: Tensor = output.last_hidden_state
+        return hidden_BSD
+
+    @torch.no_grad()
+    def _difference(self) -> str | None:
+        """Two prompts with three completions, driven and not; None if the logits agree."""
+        V = self.head.weight_VD.shape[0]
+        texts = [[(7 * i + 3 * n + 1) % V for i in range(6 + 5 * n)] for n in range(2)]
+        sequences = [(texts[0], [2 % V, 3 % V, 5 % V]), (texts[0], [4 % V] * 5), (texts[1], [1, 6 % V, 2 % V, 7 % V])]
+        packed = Packed.build([p for p, _ in sequences], [c for _, c in sequences], self.device)
+        try:
+            with self.driven():
+                hidden_SD = self.hidden(packed.ids_S[None], packed.position_S[None], packed)[0]
+                driven_MV = self.head.logits(hidden_SD[packed.from_M])
+        except Exception as error:
+            return f"its layers do not work with another attention function ({type(error).__name__}: {error})"
+        if getattr(self.model.config.get_text_config(), "sliding_window", None) and not packed.windowed:
+            return "it has a sliding window of which its attention says nothing"
+        expected = []
+        for prompt, completion in sequences:
+            ids_1S = torch.tensor([prompt + completion[:-1]], device=self.device)
+            expected.append(self.model(input_ids=ids_1S, use_cache=False).logits[0, len(prompt) - 1 :])
+        expected_MV = torch.cat(expected).to(driven_MV.dtype)
+        tolerance = 1e-3 if expected[0].dtype in (torch.float32, torch.float64) else 5e-2
+        spread = float(expected_MV.std())
+        distance = float((driven_MV - expected_MV).abs().max())
+        if not distance <= tolerance * max(spread, 1e-3):
+            return f"its logits come out differently with another attention function (by {distance:.2g})"
+        return None

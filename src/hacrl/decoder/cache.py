@@ -1,0 +1,162 @@
+"""Keys and values while sampling: each prompt's once, and each completion's own; memory that is kept and reused."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hacrl.decoder.attention import Rule, causal_attention, soft_capped
+
+
+@dataclass
+class Store:
+    """The memory of one layer."""
+
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def like(cls, key_BKSD: Tensor, value_BKSD: Tensor, rows: int, length: int) -> "Store":
+        """Zeros, not just any memory: a kernel may multiply what it masks by 0, and 0 * NaN is NaN."""
+        K = key_BKSD.shape[1]
+        key, value = (x.new_zeros(rows, K, length, x.shape[3]) for x in (key_BKSD, value_BKSD))
+        return cls(key, value)
+
+
+class SharedCache:
+    """Room for P prompts of L tokens and for rows with T tokens of their own. Grows when it must, never shrinks."""
+
+    def __init__(self) -> None:
+        self.room = (0, 0, 0, 0)
+        self.prompts: dict[nn.Module, Store] = {}
+        self.own: dict[nn.Module, Store] = {}
+
+    def reserve(self, P: int, L: int, rows: int, T: int) -> bool:
+        """Make room; True if that gave up the memory there was, with all it held."""
+        room = tuple(max(has, needs) for has, needs in zip(self.room, (P, L, rows, T), strict=True))
+        if room == self.room:
+            return False
+        self.room = (room[0], room[1], room[2], room[3])
+        self.prompts.clear()
+        self.own.clear()
+        return True
+
+    def prompt_store(self, module: nn.Module, key_BKSD: Tensor, value_BKSD: Tensor) -> Store:
+        P, L, _, _ = self.room
+        if module not in self.prompts:
+            self.prompts[module] = Store.like(key_BKSD, value_BKSD, P, L)
+        return self.prompts[module]
+
+    def own_store(self, module: nn.Module, key_BKSD: Tensor, value_BKSD: Tensor) -> Store:
+        _, _, rows, T = self.room
+        if module not in self.own:
+            self.own[module] = Store.like(key_BKSD, value_BKSD, rows, T)
+        return self.own[module]
+
+    def select(self, rows_B: Tensor, used: int) -> None:
+        """Keep only these rows' own tokens, in this order."""
+        for store in self.own.values():
+            for part in (store.key, store.value):
+                part[: len(rows_B), :, :used] = part[rows_B, :, :used]
+
+
+@dataclass
+class Prefill:
+    """Reads P prompts, padded on the right, and keeps their keys and values."""
+
+    cache: SharedCache
+
+    def attend(self, module: nn.Module, query_PHLD: Tensor, key_PKLD: Tensor, value_PKLD: Tensor, rule: Rule) -> Tensor:
+        P, _, L, _ = key_PKLD.shape
+        store = self.cache.prompt_store(module, key_PKLD, value_PKLD)
+        store.key[:P, :, :L] = key_PKLD
+        store.value[:P, :, :L] = value_PKLD
+        return causal_attention(query_PHLD, key_PKLD, value_PKLD, rule).transpose(1, 2)
+
+
+@dataclass
+class Decode:
+    """One token more for each of B rows, which stand in the order of their prompts.
+
+    Prompts are read once for all their rows: the rows' queries are laid out in a grid of P prompts with C cells
+    each, and a prompt's keys meet all its cells in one product.
+    """
+
+    cache: SharedCache
+    length_P: Tensor
+    """Tokens of each prompt."""
+    L: int
+    """The longest of them."""
+    prompt_B: Tensor
+    """Which prompt each row continues."""
+    t: int = 0
+    """Tokens each row has of its own before this one."""
+
+    def __post_init__(self) -> None:
+        self.arrange()
+        beyond_PL = torch.arange(self.L, device=self.length_P.device) >= self.length_P[:, None]
+        self.beyond_PL = beyond_PL if bool(beyond_PL.any()) else None
+
+    def arrange(self) -> None:
+        """Give each row its cell."""
+        P = len(self.length_P)
+        count_P = torch.bincount(self.prompt_B, minlength=P)
+        self.C = int(count_P.max())
+        first_P = count_P.cumsum(0) - count_P
+        place_B = torch.arange(len(self.prompt_B), device=count_P.device) - first_P[self.prompt_B]
+        self.cell_B = self.prompt_B * self.C + place_B
+        self.full = len(self.prompt_B) == P * self.C
+
+    def keep(self, rows_B: Tensor) -> None:
+        """The other rows are finished."""
+        self.cache.select(rows_B, self.t)
+        self.prompt_B = self.prompt_B[rows_B]
+        self.arrange()
+
+    def attend(self, module: nn.Module, query_BH1D: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, rule: Rule) -> Tensor:
+        B, H, _, D = query_BH1D.shape
+        K, P = key_BK1D.shape[1], len(self.length_P)
+        rep = H // K
+        prompt, own = self.cache.prompts[module], self.cache.own_store(module, key_BK1D, value_BK1D)
+        own.key[:B, :, self.t] = key_BK1D[:, :, 0]
+        own.value[:B, :, self.t] = value_BK1D[:, :, 0]
+        first = 0 if rule.window is None else max(self.t + 1 - rule.window, 0)
+        own_key, own_value = (x.flatten(0, 1)[: B * K, first : self.t + 1] for x in (own.key, own.value))
+        prompt_key, prompt_value = (x[:P, :, : self.L].flatten(0, 1) for x in (prompt.key, prompt.value))
+
+        query_BKrD = (query_BH1D * rule.scale).reshape(B, K, rep, D)
+        prompt_scores = self._rows(torch.bmm(self._grid(query_BKrD), prompt_key.transpose(1, 2)), K, rep)
+        own_scores = torch.bmm(query_BKrD.flatten(0, 1), own_key.transpose(1, 2)).view(B, K, rep, -1)
+        if rule.softcap is not None:
+            prompt_scores, own_scores = (soft_capped(x, rule.softcap) for x in (prompt_scores, own_scores))
+        unseen = self._unseen(rule)
+        if unseen is not None:
+            prompt_scores = prompt_scores.masked_fill(unseen[:, None, None], -torch.inf)
+        weights = torch.cat([prompt_scores, own_scores], dim=3).float().softmax(3).to(value_BK1D.dtype)
+        prompt_weights, own_weights = weights[..., : self.L], weights[..., self.L :]
+        output = self._rows(torch.bmm(self._grid(prompt_weights), prompt_value), K, rep)
+        output = output + torch.bmm(own_weights.flatten(0, 1), own_value).view(output.shape)
+        return output.reshape(B, 1, H, -1)
+
+    def _unseen(self, rule: Rule) -> Tensor | None:
+        """Which places of its prompt each row does not see: padding, or too far back."""
+        unseen_PL = self.beyond_PL
+        if rule.window is not None and self.L + self.t >= rule.window:
+            position_P1 = (self.length_P + self.t)[:, None]
+            far_PL = position_P1 - torch.arange(self.L, device=self.length_P.device) >= rule.window
+            unseen_PL = far_PL if unseen_PL is None else unseen_PL | far_PL
+        return None if unseen_PL is None else unseen_PL[self.prompt_B]
+
+    def _grid(self, x_BKrX: Tensor) -> Tensor:
+        """Rows to (P * K, C * r, X)."""
+        P = len(self.length_P)
+        _, K, rep, X = x_BKrX.shape
+        if not self.full:
+            x_BKrX = x_BKrX.new_zeros(P * self.C, K, rep, X).index_copy_(0, self.cell_B, x_BKrX)
+        return x_BKrX.view(P, self.C, K, rep, X).transpose(1, 2).reshape(P * K, self.C * rep, X)
+
+    def _rows(self, x: Tensor, K: int, rep: int) -> Tensor:
+        """(P * K, C * r, X) back to rows (B, K, r, X)."""
+        P, X = len(self.length_P), x.shape[2]
+        x = x.view(P, K, self.C, rep, X).transpose(1, 2).reshape(P * self.C, K, rep, X)
+        return x if self.full else x.index_select(0, self.cell_B)

@@ -1,0 +1,148 @@
+"""From hidden states to log-probabilities, without the full table of logits in memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from hacrl.decoder import kernels
+except ImportError:  # no Triton: not a CUDA machine
+    kernels = None  # type: ignore[assignment]
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits in memory at a time: 128 MiB in float32."""
+
+
+@dataclass
+class Head:
+    """How a model turns a hidden state into logits."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Head":
+        whole: Any = model
+        linear, config = whole.get_output_embeddings(), whole.config
+        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(linear.weight, getattr(linear, "bias", None), float(scale), softcap)
+
+    def logits(self, hidden_MD: Tensor) -> Tensor:
+        """In float32, or in float64 for a float64 model."""
+        logits_MV = wide_product(hidden_MD, self.weight_VD.t())
+        if self.bias_V is not None:
+            logits_MV = logits_MV + self.bias_V
+        if self.scale != 1.0:
+            logits_MV = logits_MV * self.scale
+        return logits_MV if self.softcap is None else self.softcap * torch.tanh(logits_MV / self.softcap)
+
+    def logprobs(self, hidden_MD: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """log p(target) at the temperature and the entropy (without gradient), M of each."""
+        logp_M, entropy_M = _ChunkedLogprobs.apply(
+            hidden_MD, self.weight_VD, self.bias_V, target_M, temperature, self.scale, self.softcap
+        )
+        return logp_M, entropy_M
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of bfloat16 matrices with a float32 result: rounding logits to bfloat16 would cost two digits."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """The logits exist for some rows at a time, once in the forward and once more in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_M: Tensor,
+        temperature: float,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        head = Head(weight_VD, bias_V, scale, softcap)
+        logps, entropies, norms = [], [], []
+        for hidden, target in _chunks(weight_VD.shape[0], hidden_MD, target_M):
+            logp, norm, entropy = _logprobs(head.logits(hidden), target, temperature)
+            logps.append(logp)
+            norms.append(norm)
+            entropies.append(entropy)
+        norm_M = torch.cat(norms)
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, norm_M)
+        ctx.options = temperature, scale, softcap
+        entropy_M = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy_M)
+        return torch.cat(logps), entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_MD, weight_VD, bias_V, target_M, norm_M = ctx.saved_tensors
+        temperature, scale, softcap = ctx.options
+        head = Head(weight_VD, bias_V, scale, softcap)
+        grad_hidden_MD = torch.empty_like(hidden_MD)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_M.dtype)
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=norm_M.dtype)
+        start = 0
+        for hidden, target, norm, grad in _chunks(weight_VD.shape[0], hidden_MD, target_M, norm_M, grad_M):
+            delta = _logit_gradient(head, head.logits(hidden), target, norm, grad, temperature, hidden.dtype)
+            grad_hidden_MD[start : start + len(hidden)] = delta @ weight_VD
+            if hidden.dtype == grad_weight_VD.dtype:
+                grad_weight_VD.addmm_(delta.t(), hidden)
+            else:
+                grad_weight_VD += wide_product(delta.t(), hidden)
+            if grad_bias_V is not None:
+                grad_bias_V += delta.sum(0)
+            start += len(hidden)
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_MD, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None, None
+
+
+def _logprobs(logits_MV: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), log-sum-exp and entropy; overwrites the logits."""
+    if logits_MV.is_cuda and logits_MV.dtype == torch.float32 and kernels is not None:
+        return kernels.logprobs(logits_MV, target_M, temperature)
+    logits_MV = logits_MV.div_(temperature)
+    norm_M = logits_MV.logsumexp(1)
+    logp_M = logits_MV.gather(1, target_M[:, None]).squeeze(1) - norm_M
+    # H = log Z - E[logit]
+    probs_MV = (logits_MV - norm_M[:, None]).exp_()
+    return logp_M, norm_M, norm_M - probs_MV.mul_(logits_MV).sum(1)
+
+
+def _logit_gradient(
+    head: Head,
+    logits_MV: Tensor,
+    target_M: Tensor,
+    norm_M: Tensor,
+    grad_M: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient with respect to the projection, from that of log p: 1[target] - p, over the temperature."""
+    if logits_MV.is_cuda and logits_MV.dtype == torch.float32 and kernels is not None:
+        return kernels.logit_gradient(logits_MV, target_M, norm_M, grad_M, temperature, head.scale, head.softcap, dtype)
+    probs_MV = (logits_MV / temperature).sub_(norm_M[:, None]).exp_()
+    step_M = grad_M.to(probs_MV.dtype) * (head.scale / temperature)
+    delta_MV = probs_MV.mul_(-step_M[:, None])
+    delta_MV.scatter_add_(1, target_M[:, None], step_M[:, None])
+    if head.softcap is not None:
+        delta_MV *= 1 - (logits_MV / head.softcap) ** 2
+    return delta_MV.to(dtype)
+
+
+def _chunks(vocabulary: int, *tensors: Tensor) -> Any:
+    """The tensors in slices of so many rows that the logits of a slice stay small."""
+    size = max(CHUNK_ELEMENTS // vocabulary, 1)
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)

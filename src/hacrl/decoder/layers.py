@@ -1,0 +1,237 @@
+"""Leaner versions of the layers most decoders are made of; in place only while a `Backbone` drives the model.
+
+A replacement computes what the layer's own code does, in fewer passes over memory: one product for queries, keys and
+values, one for gate and up, fused norms, rotations and gates. `Backbone` compares the outputs before it relies on them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from hacrl.decoder.attention import Rule
+
+try:
+    from hacrl.decoder import kernels
+except ImportError:  # no Triton: not a CUDA machine
+    kernels = None  # type: ignore[assignment]
+
+Forward = Callable[..., Any]
+
+
+class LeanLayers:
+    """A leaner forward for each module of a model that has one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.joined: list[Joined] = []
+        self.forwards: dict[nn.Module, Forward] = {}
+        for module in model.modules():
+            forward = lean_norm(module) or lean_attention(module, self.joined) or lean_mlp(module, self.joined)
+            if forward is not None:
+                self.forwards[module] = forward
+
+    def refresh(self) -> bool:
+        """Join what has come apart since, for example by a change of dtype; True if anything had."""
+        apart = [joined for joined in self.joined if not joined.intact]
+        for joined in apart:
+            joined.join()
+        return bool(apart)
+
+
+class Joined:
+    """Linear layers with the same input as one: their weights become slices of one matrix, without a copy of their own.
+
+    The layers keep their parameters. Where a gradient is needed the matrix is put together on the spot, so that it
+    reaches them.
+    """
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        self.join()
+
+    def join(self) -> None:
+        self.weight, self.bias = self._join("weight"), self._join("bias")
+
+    def _join(self, name: str) -> Tensor | None:
+        parts: list[Any] = [getattr(layer, name) for layer in self.layers]
+        if parts[0] is None:
+            return None
+        with torch.no_grad():
+            joined = torch.cat(parts)
+            for part, slot in zip(parts, joined.split(self.sizes), strict=True):
+                part.data = slot
+        return joined
+
+    @property
+    def intact(self) -> bool:
+        """Whether the parameters are still the slices; moving or replacing them undoes that."""
+        assert self.weight is not None
+        start = self.weight.data_ptr()
+        for layer in self.layers:
+            if layer.weight.data_ptr() != start:
+                return False
+            start += layer.weight.numel() * layer.weight.element_size()
+        return True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            weight = torch.cat([layer.weight for layer in self.layers])
+            bias = None if self.bias is None else torch.cat([layer.bias for layer in self.layers])
+            return F.linear(x, weight, bias)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
+
+def joinable(layers: list[Any]) -> bool:
+    return all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1
+
+
+# --- norms -------------------------------------------------------------------------------------------------
+
+
+def lean_norm(module: nn.Module) -> Forward | None:
+    """Root-mean-square norms, with weight w as in Llama or 1 + w as in Gemma."""
+    weight: Any = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or eps is None:
+        return None
+    shape = tuple(weight.shape)
+    with torch.no_grad():
+        probe = torch.linspace(-2, 3, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, *shape)
+        expected = module(probe)
+        for shift in (0.0, 1.0):
+            candidate = F.rms_norm(probe, shape, weight + shift, eps)
+            if candidate.dtype == expected.dtype and torch.allclose(candidate, expected, rtol=2e-2, atol=1e-3):
+                return partial(_rms_norm, module, shape, shift, eps)
+    return None
+
+
+def _rms_norm(module: Any, shape: tuple[int, ...], shift: float, eps: float, x: Tensor) -> Tensor:
+    return F.rms_norm(x, shape, module.weight + shift if shift else module.weight, eps)
+
+
+# --- attention ---------------------------------------------------------------------------------------------
+
+
+def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
+    """Attention with separate q, k and v projections and a rotation of whole heads by halves."""
+    attention: Any = module
+    if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")):
+        return None
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    if not joinable(layers):
+        return None
+    D = attention.head_dim
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    if (q_norm is None) != (k_norm is None):
+        return None
+    if not hasattr(attention, "sliding_window") and getattr(attention.config, "sliding_window", None):
+        return None  # the module's own code decides where the window holds
+    project = Joined(layers)
+    joined.append(project)
+    H, K = (layer.out_features // D for layer in layers[:2])
+    window, softcap = getattr(attention, "sliding_window", None), getattr(attention, "attn_logit_softcapping", None)
+    rule = Rule(attention.scaling, window, softcap)
+    original = module.forward
+
+    def forward(hidden_states: Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+        plan = kwargs.get("plan")
+        if plan is None or position_embeddings is None or position_embeddings[0].shape[-1] != D:
+            return original(hidden_states, position_embeddings, *args, **kwargs)
+        B, S, _ = hidden_states.shape
+        cos, sin = (x.expand(B, S, D).reshape(B * S, D) for x in position_embeddings)
+        if q_norm is None or k_norm is None:  # queries and keys stand side by side, so they turn together
+            turned, value = project(hidden_states).split([H * D + K * D, K * D], dim=2)
+            turned = rotate(turned.view(B * S, H + K, D), cos, sin).view(B, S, H + K, D)
+            query, key = turned.split([H, K], dim=2)
+        else:
+            query, key, value = project(hidden_states).split(project.sizes, dim=2)
+            over_heads = q_norm.weight.numel() == D
+            query = q_norm(query.unflatten(2, (-1, D)) if over_heads else query)
+            key = k_norm(key.unflatten(2, (-1, D)) if over_heads else key)
+            query, key = (rotate(x.reshape(B * S, -1, D), cos, sin).view(B, S, -1, D) for x in (query, key))
+        heads = (x.transpose(1, 2) for x in (query, key, value.unflatten(2, (-1, D))))
+        output = plan.attend(module, *heads, rule)
+        return attention.o_proj(output.reshape(B, S, -1)), None
+
+    return forward
+
+
+def rotate(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    rotated: Tensor = _Rotate.apply(x_SHD, cos_SD, sin_SD)
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotation by halves; its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SD, sin_SD)
+        return _rotated(x_SHD, cos_SD, sin_SD, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SHD: Tensor) -> tuple[Tensor | None, ...]:
+        cos_SD, sin_SD = ctx.saved_tensors
+        return _rotated(grad_SHD, cos_SD, sin_SD, -1), None, None
+
+
+def _rotated(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor:
+    if x_SHD.is_cuda and kernels is not None:
+        return kernels.rotate(x_SHD, cos_SD, sin_SD, sign)
+    half = x_SHD.shape[2] // 2
+    cos, sin = cos_SD[:, None, :half], sin_SD[:, None, :half]
+    a, b = x_SHD[..., :half], x_SHD[..., half:]
+    output = torch.empty(x_SHD.shape, dtype=x_SHD.dtype, device=x_SHD.device)
+    torch.mul(a, cos, out=output[..., :half]).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=output[..., half:]).addcmul_(a, sin, value=sign)
+    return output
+
+
+# --- gated MLP ---------------------------------------------------------------------------------------------
+
+
+def lean_mlp(module: nn.Module, joined: list[Joined]) -> Forward | None:
+    """down(silu(gate(x)) * up(x))."""
+    mlp: Any = module
+    if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return None
+    layers = [mlp.gate_proj, mlp.up_proj]
+    is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+    if not joinable(layers) or not is_silu:
+        return None
+    project = Joined(layers)
+    joined.append(project)
+
+    def forward(x: Tensor) -> Tensor:
+        both = project(x)
+        gated: Tensor = _SwiGLU.apply(both.view(-1, both.shape[-1]))
+        down: Tensor = mlp.down_proj(gated.view(*x.shape[:-1], -1))
+        return down
+
+    return forward
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of gate and up side by side; only these two are kept for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, both_SG: Tensor) -> Tensor:
+        ctx.save_for_backward(both_SG)
+        gate_SF, up_SF = both_SG.chunk(2, dim=1)
+        if both_SG.is_cuda and kernels is not None:
+            return kernels.swiglu(gate_SF, up_SF)
+        return F.silu(gate_SF).mul_(up_SF)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SF: Tensor) -> Tensor:
+        (both_SG,) = ctx.saved_tensors
+        gate_SF, up_SF = both_SG.chunk(2, dim=1)
+        if both_SG.is_cuda and kernels is not None:
+            return kernels.swiglu_backward(gate_SF, up_SF, grad_SF)
+        grad_gate_SF = torch.ops.aten.silu_backward(grad_SF * up_SF, gate_SF)
+        return torch.cat([grad_gate_SF, F.silu(gate_SF).mul_(grad_SF)], dim=1)

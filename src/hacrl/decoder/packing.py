@@ -1,0 +1,158 @@
+"""Completions and their prompts as one row of tokens: no padding, every distinct prompt once."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hacrl.decoder.attention import Rule, causal_attention
+
+
+@dataclass
+class Packed:
+    """M completion tokens to predict, from one row of S tokens that holds each distinct prompt once.
+
+    A completion's last token predicts nothing, so it is not in the row.
+    """
+
+    shape: tuple[int, int]
+    """(N, T): completions, and tokens of the longest."""
+    ids_S: Tensor
+    position_S: Tensor
+    """Position in the token's own sequence, prompt included."""
+    from_M: Tensor
+    """Where in the row the hidden state that predicts each completion token stands."""
+    target_M: Tensor
+    at_M: Tensor
+    """Where in an (N, T) table of completions each of the M tokens belongs."""
+    rows_NR: Tensor
+    """Each completion's sequence, prompt first, as places in the row; padded on the right."""
+    back_S: Tensor
+    """Where in the flattened `rows_NR` the output of each token of the row is taken from."""
+    again_A: Tensor
+    """Where tokens stand once more: those of prompts with several completions."""
+    again_from_A: Tensor
+    """Which tokens these are."""
+    windowed: bool = False
+    """Whether a layer has asked for a sliding window."""
+
+    @classmethod
+    def build(
+        cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], device: torch.device
+    ) -> "Packed":
+        first_of: dict[tuple[int, ...], int] = {}
+        distinct: list[Sequence[int]] = []
+        size = 0
+        first_N = np.empty(len(prompts), dtype=np.int64)
+        for n, prompt in enumerate(prompts):
+            key = tuple(prompt)
+            if key not in first_of:
+                first_of[key] = size
+                distinct.append(prompt)
+                size += len(prompt)
+            first_N[n] = first_of[key]
+        prompt_N = np.array([len(prompt) for prompt in prompts])
+        length_N = np.array([len(completion) for completion in completions])
+        own_N = length_N - 1
+        start_N = size + own_N.cumsum() - own_N
+        N, T, R = len(prompts), int(length_N.max()), int((prompt_N + own_N).max())
+        tokens = np.fromiter(itertools.chain.from_iterable(completions), np.int64, int(length_N.sum()))
+        is_last = np.zeros(len(tokens), dtype=bool)
+        is_last[length_N.cumsum() - 1] = True
+        ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in distinct), tokens[~is_last]])
+
+        # Completion n's sequence: its prompt's places, then its own.
+        column_R = np.arange(R)
+        inside_NR = column_R < (prompt_N + own_N)[:, None]
+        in_prompt_NR = column_R < prompt_N[:, None]
+        rows_NR = np.where(in_prompt_NR, first_N[:, None] + column_R, (start_N - prompt_N)[:, None] + column_R)
+        rows_NR[~inside_NR] = 0  # nothing sees what stands behind a sequence
+        position_S, back_S = (np.empty(len(ids_S), dtype=np.int64) for _ in range(2))
+        position_S[rows_NR[inside_NR]] = np.broadcast_to(column_R, (N, R))[inside_NR]
+        back_S[rows_NR[inside_NR]] = np.flatnonzero(inside_NR)
+        again_NR = inside_NR.copy()
+        again_NR.reshape(-1)[back_S] = False
+        # Token t of completion n is predicted from column prompt_n + t - 1.
+        column_T = np.arange(T)
+        token_NT = column_T < length_N[:, None]
+        from_NT = rows_NR[np.arange(N)[:, None], np.minimum(prompt_N[:, None] + column_T - 1, R - 1)]
+        arrays = (
+            ids_S, position_S, from_NT[token_NT], tokens, np.flatnonzero(token_NT),
+            rows_NR, back_S, np.flatnonzero(again_NR), rows_NR[again_NR],
+        )  # fmt: skip
+        moved: Any = [torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True) for array in arrays]
+        return cls((N, T), *moved)
+
+    def padded(self, S: int, M: int, N: int, R: int, A: int) -> "Packed":
+        """The same in larger tables, so that batches of many shapes become few. R must leave a place at each row's end.
+
+        What is added is read by nothing and has no gradient: unused tokens, unused rows, predictions nobody takes.
+        """
+
+        def fill(x: Tensor, size: int, value: int) -> Tensor:
+            return torch.cat([x, x.new_full((size - len(x),), value)])
+
+        rows_NR = self.rows_NR.new_zeros(N, R)
+        rows_NR[: len(self.rows_NR), : self.rows_NR.shape[1]] = self.rows_NR
+        width = self.rows_NR.shape[1]
+        back_S = self.back_S // width * R + self.back_S % width
+        again_A = self.again_A // width * R + self.again_A % width
+        return Packed(
+            self.shape,
+            fill(self.ids_S, S, 0),
+            fill(self.position_S, S, 0),
+            fill(self.from_M, M, 0),
+            fill(self.target_M, M, 0),
+            self.at_M,
+            rows_NR,
+            fill(back_S, S, R - 1),  # the free place at the end of the first row, whose gradient is 0
+            fill(again_A, A, R - 1),
+            fill(self.again_from_A, A, 0),
+        )
+
+    def attend(self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
+        """Every completion attends in a row of its own, where its prompt's tokens stand first.
+
+        The prompt's outputs come out the same in each of its rows; they are taken from one.
+        """
+        self.windowed |= rule.window is not None
+        query, key, value = (self._rows(x) for x in (query_BHSD, key_BKSD, value_BKSD))
+        output_NHRD = causal_attention(query, key, value, rule)
+        flat = output_NHRD.transpose(1, 2).flatten(0, 1)
+        return flat.index_select(0, self.back_S)[None]
+
+    def _rows(self, x_BHSD: Tensor) -> Tensor:
+        N, R = self.rows_NR.shape
+        x_SHD = x_BHSD[0].transpose(0, 1)
+        spread: Tensor = _Spread.apply(x_SHD, self.rows_NR.flatten(), self.back_S, self.again_A, self.again_from_A)
+        return spread.unflatten(0, (N, R)).transpose(1, 2)
+
+    def table(self, values_M: Tensor) -> Tensor:
+        """Values of the completion tokens as an (N, T) table, 0 where there is no token."""
+        N, T = self.shape
+        return values_M.new_zeros(N * T).index_copy(0, self.at_M, values_M[: len(self.at_M)]).view(N, T)
+
+    @property
+    def mask_NT(self) -> Tensor:
+        return self.table(torch.ones(len(self.at_M), dtype=torch.bool, device=self.at_M.device))
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens to rows. The way back is mostly a lookup: only shared prompts have to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SHD: Tensor, rows: Tensor, back_S: Tensor, again_A: Tensor, again_from_A: Tensor) -> Tensor:
+        ctx.save_for_backward(back_S, again_A, again_from_A)
+        return x_SHD.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back_S, again_A, again_from_A = ctx.saved_tensors
+        grad_SHD = grad.index_select(0, back_S)
+        if len(again_A):
+            grad_SHD.index_add_(0, again_from_A, grad.index_select(0, again_A))
+        return grad_SHD, None, None, None, None

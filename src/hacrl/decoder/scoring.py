@@ -1,0 +1,178 @@
+"""Log-probabilities of given completions under a model, fast: the learner's side of every ratio."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hacrl.decoder.backbone import Backbone
+from hacrl.decoder.packing import Packed
+
+MAX_GRAPHS = 32
+
+
+@dataclass
+class TokenLogprobs:
+    logp_NT: Tensor
+    mask_NT: Tensor
+    entropy_NT: Tensor
+    """Entropy of the next-token distribution at each position; no gradient."""
+
+
+class Scorer:
+    """One packed row of tokens, each distinct prompt once, and no table of all logits."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> TokenLogprobs:
+        """log p(token | prompt, tokens before it) at the given temperature, for N completions."""
+        packed = Packed.build(prompts, completions, self.backbone.device)
+        logp_M, entropy_M = self._score(packed, temperature)
+        return TokenLogprobs(packed.table(logp_M), packed.mask_NT, packed.table(entropy_M))
+
+    def _score(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        hidden_1SD = self.backbone.hidden(packed.ids_S[None], packed.position_S[None], packed)
+        hidden_MD = hidden_1SD[0].index_select(0, packed.from_M)
+        return self.backbone.head.logprobs(hidden_MD, packed.target_M, temperature)
+
+
+@dataclass
+class Captured:
+    """The forward and the backward pass of one shape as CUDA graphs, and the tensors they read and write."""
+
+    packed: Packed
+    logp_M: Tensor
+    entropy_M: Tensor
+    grad_M: Tensor
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph | None
+
+    def load(self, packed: Packed) -> None:
+        for field in fields(packed):
+            value = getattr(packed, field.name)
+            if isinstance(value, Tensor) and field.name != "at_M":
+                getattr(self.packed, field.name).copy_(value)
+
+
+class GraphedScorer(Scorer):
+    """The same on CUDA: each pass is replayed as a graph, at one launch; shapes are rounded up so that they are few.
+
+    The backward graph adds to the parameters' `grad` tensors, which must stay the same: zero them, do not drop them.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.captured: dict[tuple[object, ...], Captured] = {}
+        self.warm = False
+        self.moved = backbone.moved
+        self.pool = torch.cuda.graph_pool_handle()
+        self.anchor = torch.zeros((), device=backbone.device, requires_grad=True)
+
+    def forget(self) -> None:
+        """Give the graphs' memory back."""
+        self.captured.clear()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def _score(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        if self.moved != self.backbone.moved:
+            self.moved = self.backbone.moved
+            self.forget()
+        packed = packed.padded(*common_shape(packed))
+        key = (packed.ids_S.shape, packed.rows_NR.shape, packed.again_A.shape, temperature, torch.is_grad_enabled())
+        if key not in self.captured:
+            if not self.warm:  # the first pass loads kernels and libraries, which a capture must not
+                self.warm = True
+                return super()._score(packed, temperature)
+            if len(self.captured) >= MAX_GRAPHS:
+                self.forget()
+            self.captured[key] = self._capture(packed, temperature)
+        captured = self.captured[key]
+        captured.load(packed)
+        logp_M, entropy_M = _Replay.apply(self.anchor, captured)
+        return logp_M, entropy_M
+
+    def _capture(self, packed: Packed, temperature: float) -> Captured:
+        try:
+            return self._captured(packed, temperature)
+        except RuntimeError as error:
+            chain: BaseException | None = error  # the end of a capture hides why it failed
+            while chain is not None and not isinstance(chain, torch.OutOfMemoryError):
+                chain = chain.__context__
+            raise (chain or error) from None
+
+    def _captured(self, packed: Packed, temperature: float) -> Captured:
+        forward, backward = torch.cuda.CUDAGraph(), None
+        options: Any = {"pool": self.pool, "capture_error_mode": "thread_local"}
+        with fresh_leaves(self.backbone.model) as leaves:
+            with torch.cuda.graph(forward, **options):
+                logp_M, entropy_M = Scorer._score(self, packed, temperature)
+            grad_M = torch.zeros_like(logp_M)
+            if torch.is_grad_enabled():
+                trained = [(parameter, leaf) for parameter, leaf in leaves.items() if parameter.requires_grad]
+                for parameter, _ in trained:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                backward = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(backward, **options):
+                    gradients = torch.autograd.grad(logp_M, [leaf for _, leaf in trained], grad_M, allow_unused=True)
+                    used = [(p, g) for (p, _), g in zip(trained, gradients, strict=True) if g is not None]
+                    totals: Any = [parameter.grad for parameter, _ in used]
+                    torch._foreach_add_(totals, [gradient for _, gradient in used])
+        return Captured(packed, logp_M.detach(), entropy_M, grad_M, forward, backward)
+
+
+@contextmanager
+def fresh_leaves(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Other parameters on the same memory: autograd ties a parameter to the stream it was first used on."""
+    leaves: dict[nn.Parameter, nn.Parameter] = {}
+    places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    for module, name, parameter in places:
+        if parameter not in leaves:
+            leaves[parameter] = nn.Parameter(parameter.data, parameter.requires_grad)
+        module._parameters[name] = leaves[parameter]
+    try:
+        yield leaves
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, captured: Captured) -> tuple[Tensor, Tensor]:
+        captured.forward.replay()
+        ctx.captured = captured
+        entropy_M = captured.entropy_M.clone()
+        ctx.mark_non_differentiable(entropy_M)
+        return captured.logp_M.clone(), entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, grad_M: Tensor, _: Tensor) -> tuple[None, None]:
+        captured: Captured = ctx.captured
+        assert captured.backward is not None
+        captured.grad_M.copy_(grad_M)
+        captured.backward.replay()
+        return None, None
+
+
+def common_shape(packed: Packed) -> tuple[int, int, int, int, int]:
+    """S, M, N, R and A of `Packed.padded`: a third larger at most, and few enough to come again and again."""
+    N, R = packed.rows_NR.shape
+    tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), 256))
+    length = -(-(R + 1) // 64) * 64 if R < 256 else bucket(R + 1)
+    again = len(packed.again_A)
+    return tokens, tokens, bucket(N), length, max(tokens, bucket(again)) if again else 0
+
+
+def bucket(n: int) -> int:
+    """The next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, ..."""
+    size = 1
+    while size < n:
+        size *= 2
+    return size * 3 // 4 if size >= 32 and n <= size * 3 // 4 else size

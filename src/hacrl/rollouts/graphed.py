@@ -1,0 +1,214 @@
+"""The built-in decoder on CUDA: a token step is one CUDA graph, and nothing waits for the host between tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hacrl.decoder import Backbone, kernels
+from hacrl.decoder.attention import Rule
+from hacrl.decoder.cache import Prefill, SharedCache
+from hacrl.decoder.scoring import bucket
+from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.native import Batch, NativeEngine, Sampled, require_finite
+from hacrl.rollouts.sampling import length_at_stop, restrict
+
+LOOK_EVERY = 16
+"""Tokens between two looks at which rows are finished: each look waits for the GPU."""
+
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class GraphDecode:
+    """The plan of a token step; everything that changes from step to step is in tensors."""
+
+    cache: SharedCache
+    slot_B: Tensor
+    prompt_B: Tensor
+    length_P: Tensor
+    step: Tensor
+
+    def attend(self, module: nn.Module, query_BH1D: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, rule: Rule) -> Tensor:
+        prompt, own = self.cache.prompts[module], self.cache.own_store(module, key_BK1D, value_BK1D)
+        output_BHD = kernels.decode_attention(
+            query_BH1D[:, :, 0], key_BK1D[:, :, 0], value_BK1D[:, :, 0],
+            (prompt.key, prompt.value), (own.key, own.value),
+            self.slot_B, self.prompt_B, self.length_P, self.step, rule.scale, rule.softcap, rule.window,
+        )  # fmt: skip
+        return output_BHD[:, None]
+
+
+class Board:
+    """The tensors that graphs read and write. The last slot is for rows that only fill a bucket."""
+
+    def __init__(self, P: int, L: int, slots: int, T: int, stop_ids: Sequence[int], device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        rows = slots - 1
+        self.ids_PL, self.length_P = zeros(P, L), zeros(P)
+        self.token_B, self.position_B, self.slot_B, self.prompt_B = (zeros(rows) for _ in range(4))
+        self.place_B = torch.arange(rows, device=device)
+        self.step, self.seed = zeros(1), zeros(1)
+        # By slot: what came out, whether it is finished, and which completion it is.
+        self.tokens_NT, self.logps_NT = zeros(slots, T, dtype=torch.int32), zeros(slots, T, dtype=torch.float32)
+        self.length_N, self.finished_N = (zeros(slots, dtype=torch.int32) for _ in range(2))
+        self.row_N = zeros(slots)
+        self.stop_ids = torch.tensor(stop_ids, device=device)
+        self.checked: list[int] = []
+
+    def reset(self) -> None:
+        """Nobody is placed: every row is a filler."""
+        spare = len(self.length_N) - 1
+        self.slot_B.fill_(spare)
+        for tensor in (self.prompt_B, self.token_B, self.position_B, self.step, self.length_N, self.finished_N):
+            tensor.zero_()
+        self.finished_N[spare] = 1
+        self.checked = [0] * spare
+
+    def place(self, slots: Tensor, prompts: Tensor, tokens: Tensor, positions: Tensor, B: int) -> None:
+        """Put these rows first and fill up to B."""
+        spare = len(self.length_N) - 1
+        for column, values, fill in (
+            (self.slot_B, slots, spare),
+            (self.prompt_B, prompts, 0),
+            (self.token_B, tokens, 0),
+            (self.position_B, positions, 0),
+        ):
+            column[: len(values)] = values
+            column[len(values) : B] = fill
+
+
+class GraphedEngine(NativeEngine):
+    def __init__(
+        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], batch_size: int
+    ) -> None:
+        super().__init__(backbone, tokenizer, stop_ids, batch_size)
+        self.board: Board | None = None
+        self.moved = backbone.moved
+        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self.run_before: set[Key] = set()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def _decode(self, batch: Batch, params: SamplingParams, seed: int, cache: SharedCache) -> Sampled:
+        T, N, P, device = params.max_completion_length, len(batch.row_N), len(batch.prompts), self.backbone.device
+        B, room_P, room_L = bucket(N), bucket(P), -(-batch.L // 32) * 32
+        board = self._board(room_P, room_L, B, T)
+        board.ids_PL[:P, : batch.L] = batch.ids_PL.to(device)
+        board.length_P.fill_(1)
+        board.length_P[:P] = torch.tensor([len(prompt) for prompt in batch.prompts]).to(device)
+        board.row_N[:N] = torch.tensor(batch.row_N).to(device)
+        board.seed.fill_(seed * 0x9E3779B97F4A7C15 % 2**62)
+        logits_PV = self._prefill(room_P, room_L)
+        require_finite(logits_PV[:P])
+        graph = self._step_graph(B, params)
+
+        slot_N, prompt_N = torch.arange(N, device=device), batch.prompt_N.to(device)
+        board.place(slot_N, prompt_N, torch.zeros_like(slot_N), board.length_P[prompt_N] - 1, B)
+        board.step.zero_()
+        self._choose(logits_PV, board.prompt_B, B, params)
+        stopped: set[int] = set()
+        for t in range(1, T):
+            graph.replay()
+            if t % LOOK_EVERY:
+                continue
+            if params.stop:
+                self._stop(board, t + 1, params.stop, stopped, N)
+            running = (board.finished_N[board.slot_B[:B]] == 0).nonzero().squeeze(1)
+            if len(running) == 0:
+                break
+            if bucket(len(running)) < B:
+                B = bucket(len(running))
+                slots, prompts = board.slot_B[running], board.prompt_B[running]
+                board.place(slots, prompts, board.token_B[running], board.position_B[running], B)
+                graph = self._step_graph(B, params)
+        if params.stop:
+            self._stop(board, T, params.stop, stopped, N)
+        return Sampled(board.tokens_NT[:N].cpu(), board.logps_NT[:N].cpu(), board.length_N[:N].cpu(), stopped)
+
+    def _board(self, P: int, L: int, rows: int, T: int) -> Board:
+        """Memory for this batch; what is there is used again if it is large enough."""
+        moved, self.moved = self.moved != self.backbone.moved, self.backbone.moved
+        if self.cache.reserve(P, L, rows + 1, T) or moved or self.board is None:
+            self.graphs.clear()
+            self.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
+            P, L, slots, T = self.cache.room
+            self.board = Board(P, L, slots, T, self.stop_ids, self.backbone.device)
+        self.board.reset()
+        return self.board
+
+    def _prefill(self, P: int, L: int) -> Tensor:
+        """Logits after each prompt. The second time a shape comes, it becomes a graph."""
+        board = self.board
+        assert board is not None
+
+        def read() -> Tensor:
+            position_PL = torch.arange(L, device=board.ids_PL.device).expand(P, L)
+            hidden_PLD = self.backbone.hidden(board.ids_PL[:P, :L], position_PL, Prefill(self.cache))
+            last_P11 = (board.length_P[:P] - 1)[:, None, None].expand(P, 1, hidden_PLD.shape[2])
+            return self.backbone.head.logits(hidden_PLD.gather(1, last_P11)[:, 0])
+
+        key = ("prefill", P, L)
+        if key not in self.graphs:
+            if key not in self.run_before:
+                self.run_before.add(key)
+                return read()
+            self.graphs[key] = self._captured(read)
+        graph, logits_PV = self.graphs[key]
+        graph.replay()
+        assert logits_PV is not None
+        return logits_PV
+
+    def _step_graph(self, B: int, params: SamplingParams) -> torch.cuda.CUDAGraph:
+        key = ("step", B, params.temperature, params.top_p, params.top_k)
+        if key not in self.graphs:
+            if not any(known[0] == "step" for known in self.graphs):
+                self._token_step(B, params)  # loads kernels; nothing is placed yet, so only the spare slot is written
+            self.graphs[key] = self._captured(lambda: self._token_step(B, params))
+        return self.graphs[key][0]
+
+    def _token_step(self, B: int, params: SamplingParams) -> None:
+        board = self.board
+        assert board is not None
+        plan = GraphDecode(self.cache, board.slot_B[:B], board.prompt_B[:B], board.length_P, board.step)
+        hidden_B1D = self.backbone.hidden(board.token_B[:B, None], board.position_B[:B, None], plan)
+        logits_BV = self.backbone.head.logits(hidden_B1D[:, 0])
+        board.step.add_(1)
+        self._choose(logits_BV, board.place_B, B, params)
+
+    def _choose(self, logits_RV: Tensor, from_B: Tensor, B: int, params: SamplingParams) -> None:
+        """The next token of each row, from the row of the logits that `from_B` names."""
+        board = self.board
+        assert board is not None
+        source_RV = logits_RV
+        if params.top_k or params.top_p < 1:
+            allowed_RV = restrict((logits_RV / (params.temperature or 1.0)).log_softmax(1), params.top_p, params.top_k)
+            source_RV = logits_RV.masked_fill(allowed_RV == -torch.inf, -torch.inf)
+        kernels.sample_tokens(
+            logits_RV, source_RV, from_B[:B], board.slot_B[:B], board.token_B[:B], board.position_B[:B],
+            board.finished_N, board.row_N, board.step, board.seed,
+            board.tokens_NT, board.logps_NT, board.length_N, board.stop_ids, params.temperature,
+        )  # fmt: skip
+
+    def _stop(self, board: Board, until: int, stops: Sequence[str], stopped: set[int], N: int) -> None:
+        """End the rows in whose first `until` tokens a stop string stands."""
+        lengths = board.length_N[:N].tolist()
+        for n, tokens in enumerate(board.tokens_NT[:N, :until].tolist()):
+            if n in stopped or lengths[n] <= board.checked[n]:
+                continue
+            length = length_at_stop(self.tokenizer, tokens[: lengths[n]], board.checked[n], stops)
+            board.checked[n] = lengths[n]
+            if length is not None and not (length == lengths[n] and tokens[length - 1] in self.stop_ids):
+                stopped.add(n)
+                board.length_N[n] = length
+                board.finished_N[n] = 1
+
+    def _captured(self, work: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
