@@ -32,7 +32,17 @@ def main() -> None:
     restart_with_environment(options.malloc, options.threads)
 
     import torch
-    from harness import ZOO, forced_agent, gspo_cycle, median_of, print_table, problems_for, prompts_file, run_side
+    from harness import (
+        ZOO,
+        forced_agent,
+        gspo_cycle,
+        median_of,
+        print_table,
+        problems_for,
+        prompt_kind,
+        prompts_file,
+        run_side,
+    )
 
     if options.side != "both":
         torch.set_num_threads(options.threads)
@@ -44,8 +54,7 @@ def main() -> None:
         return
 
     folder = str(ZOO / options.model.removeprefix("zoo:")) if options.model.startswith("zoo:") else options.model
-    kind = "arithmetic" if options.model.startswith("zoo:") else "words"
-    file = prompts_file(kind, options.prompts)
+    file = prompts_file(prompt_kind(options.model), options.prompts)
     names = ("prompts", "generations", "tokens", "updates", "cycles", "threads", "malloc")
     common = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
     ours = [sys.executable, __file__, options.model, *common, "--side", "ours"]

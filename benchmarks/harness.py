@@ -50,8 +50,13 @@ def forced_agent(model: str, *, prompts: int, generations: int, tokens: int, upd
     return agent
 
 
+def prompt_kind(model: str) -> str:
+    """The zoo knows arithmetic and nothing else."""
+    return "arithmetic" if model.startswith("zoo:") else "words"
+
+
 def problems_for(agent: Agent, count: int) -> list[Problem]:
-    kind = "words" if agent.has_chat_template else "arithmetic"
+    kind = prompt_kind(agent.config.model)
     return [Problem(id=str(i), prompt=prompt, answer="") for i, prompt in enumerate(KINDS[kind](count))]
 
 

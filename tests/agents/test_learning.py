@@ -198,17 +198,31 @@ def test_the_fast_gradient_is_the_plain_one(case: str, rollouts: dict[str, list[
 def test_the_gradient_is_that_of_the_objective_written_out(
     case: str, rollouts: dict[str, list[list[Rollout]]], exact: Any
 ) -> None:
-    """One sequence after the other through the model itself, in formulas of their own."""
+    """One sequence after the other through the model itself, in formulas of their own.
+
+    Twice, at a learning rate of 0: nothing is left over from the first update.
+    """
     algorithm, agents = CASES[case]
-    lesson = lesson_for(algorithm, agents, rollouts)
+    lesson = dataclasses.replace(lesson_for(algorithm, agents, rollouts, [[0, 1, 2]] * 2), learning_rate=0.0)
     agent = exact(make_agent(algorithm))
-    objective = torch.zeros((), dtype=torch.float64)
     usable: dict[int, list[int]] = {}
     for row, rollout in enumerate(lesson.rollouts):
         try:
             usable[row] = rollout.token_ids if rollout.source == 0 else agent.retokenizer(rollout)
         except Dropped:
             continue
+    losses = [-written_out(agent, lesson, usable, update) for update in range(2)]
+    expected = [list(torch.autograd.grad(loss, list(agent.model.parameters()))) for loss in losses]
+    gradients, result = learn(agent, lesson)
+    for update, expected_update in zip(gradients, expected, strict=True):
+        assert distance(update, expected_update) < 1e-9
+    assert result.metrics["loss"] == pytest.approx((losses[0] + losses[1]).item() / 2, rel=1e-9)
+
+
+def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], update: int) -> Tensor:
+    """The objective of one update of all rollouts, whose tokens are given."""
+    algorithm: Any = agent.algorithm
+    objective = torch.zeros((), dtype=torch.float64)
     sources = [lesson.rollouts[row].source for row in usable]
     for row, ids in usable.items():
         rollout, advantage = lesson.rollouts[row], float(lesson.advantage_N[row])
@@ -219,7 +233,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(
             ratio = (logp_T.mean() - old_T.mean()).exp()
             if algorithm.ratio_unit == "byte":
                 ratio = ((logp_T.sum() - old_T.sum()) / rollout.num_bytes).exp()
-            clipped = ratio.clamp(1 - algorithm.delta, 1.0)
+            clipped = ratio.clamp(1 - algorithm.delta + update * algorithm.delta_step, 1.0)
             term = clipped * clipped.detach() ** algorithm.alpha * OMEGAS[source] * advantage
             objective = objective + algorithm.cross_weight * term / sources.count(source)
         else:
@@ -234,10 +248,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(
                 start_T = logprobs_one_by_one(start, prompt, ids, TEMPERATURE)[range(len(ids)), ids]
             kl = ((start_T - logp_T).exp() - (start_T - logp_T) - 1).mean()
             objective = objective - algorithm.beta * kl / sources.count(0)
-    expected = torch.autograd.grad(-objective, list(agent.model.parameters()))
-    (gradients,), result = learn(agent, lesson)
-    assert distance(gradients, list(expected)) < 1e-9
-    assert result.metrics["loss"] == pytest.approx(-objective.item(), rel=1e-9)
+    return objective
 
 
 class Counting:
@@ -362,7 +373,7 @@ def test_passes_side_by_side_add_up_to_the_same(rollouts: dict[str, list[list[Ro
 
 
 class Small(Counting):
-    """A device whose memory does not hold passes of more than `limit` tokens of completions."""
+    """A device whose memory does not hold passes of more than `limit` tokens of completions, after the first one."""
 
     def __init__(self, agent: Agent, limit: int) -> None:
         super().__init__(agent)
@@ -371,7 +382,7 @@ class Small(Counting):
     def __call__(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
     ) -> TokenLogprobs:
-        if sum(map(len, completions)) > self.limit:
+        if self.seen and sum(map(len, completions)) > self.limit:
             self.refused += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return super().__call__(prompts, completions, temperature)
@@ -422,7 +433,7 @@ def test_one_rollout_that_does_not_fit_is_an_error(
 ) -> None:
     agent = make_agent(GSPO(), micro_batch_size=micro_batch_size)
     before = [weight.detach().clone() for weight in agent.weights.weights]
-    Small(agent, 0)
+    Small(agent, 0).seen.append((False, ()))
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         agent.learn(lesson_for(GSPO(), 1, rollouts))
     assert all(torch.equal(weight, was) for weight, was in zip(agent.weights.weights, before, strict=True))
@@ -477,6 +488,19 @@ def test_recomputed_logprobs_hold_for_every_token_and_not_for_others_rollouts(
     assert abs(result.records["weight"] - 1).max() < 1e-12
 
 
+def test_old_logprobs_are_scored_anew_when_memory_runs_out_between_them(
+    sampled: list[list[Rollout]], exact: Any
+) -> None:
+    """The first mini-batch fits, the second does not; the sampler is off by 0.01."""
+    lesson = lesson_of(shifted(sampled[0], 0.01), [[2], [0, 1]])
+    agent = exact(make_agent(GSPO(), recompute_logprobs=True))
+    rows = zip(lesson.rollouts, lesson.advantage_N.tolist(), strict=True)
+    small = Small(agent, sum(r.num_tokens for r, advantage in rows if r.prompt_index == 2 and advantage))
+    records = agent.learn(lesson).records
+    assert small.refused > 0
+    assert abs(records["log_ratio"]).max() < 1e-3
+
+
 # --- bfloat16 ------------------------------------------------------------------------------------------
 
 
@@ -522,6 +546,26 @@ def test_a_gspo_step_in_bfloat16(fast: bool, minibatches: list[list[int]], round
     assert torch.cosine_similarity(flat, expected_flat, dim=0) > 0.99
     with pytest.raises(UserError, match="outside the clip"):
         bfloat16_agent(fast=fast, recompute_logprobs=False).learn(lesson)
+
+
+class SmallBackward(Counting):
+    """A device whose memory holds a pass of any size, but the activations of two rollouts only."""
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+    ) -> TokenLogprobs:
+        if torch.is_grad_enabled() and len(prompts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().__call__(prompts, completions, temperature)
+
+
+def test_old_logprobs_are_scored_anew_when_memory_runs_out_after_them(rounded: list[Rollout]) -> None:
+    """In bfloat16, those of other batches would not do."""
+    agent = bfloat16_agent(micro_batch_size=8)
+    SmallBackward(agent)
+    result = agent.learn(lesson_of(rounded))
+    assert agent.learner.micro_batch_size == 2
+    assert result.metrics["logprob_gap_clipped"] == 0
 
 
 def test_an_update_below_bfloat16s_resolution_is_not_lost(rounded: list[Rollout]) -> None:

@@ -94,7 +94,7 @@ class GraphedEngine(NativeEngine):
         self.run_before: set[Key] = set()
         self.pool = torch.cuda.graph_pool_handle()
 
-    def _decode(self, batch: Batch, params: SamplingParams, seed: int, cache: SharedCache) -> Sampled:
+    def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
         T, N, P, device = params.max_completion_length, len(batch.row_N), len(batch.prompts), self.backbone.device
         B, room_P, room_L = bucket(N), bucket(P), -(-batch.L // 32) * 32
         board = self._board(room_P, room_L, B, T)

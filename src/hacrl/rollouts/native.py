@@ -1,6 +1,5 @@
 """The built-in decoder: samples from the very weights that are trained, without a copy or a sync."""
 
-import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hacrl.decoder import Backbone
 from hacrl.decoder.cache import Decode, Prefill, SharedCache
-from hacrl.decoder.parallel import side_by_side, works_side_by_side
 from hacrl.errors import TrainingDiverged
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Completion, FinishReason
@@ -68,34 +66,19 @@ class NativeEngine:
         self.backbone, self.tokenizer, self.batch_size = backbone, tokenizer, batch_size
         self.stop_ids = list(stop_ids)
         self.cache = SharedCache()
-        self.side_by_side = works_side_by_side(backbone.model)
-        self.caches = [self.cache]
-        """One for each batch that is decoded at the same time."""
 
+    @torch.no_grad()
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
         G = params.num_generations
         # Prompts of about the same length share a batch.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        workers = torch.get_num_threads() if self.side_by_side else 1
-        size = max(min(self.batch_size // G, -(-len(order) // workers)), 1)
-        self.caches += [SharedCache() for _ in range(workers - len(self.caches))]
-        free = queue.SimpleQueue[SharedCache]()
-        for cache in self.caches:
-            free.put(cache)
-
-        def decode(wanted: list[int]) -> tuple[Batch, Sampled]:
-            cache = free.get()
-            try:
-                batch = Batch.of(prompts, wanted, G)
-                with torch.no_grad():
-                    return batch, self._decode(batch, params, seed, cache)
-            finally:
-                free.put(cache)
-
+        size = max(self.batch_size // G, 1)
         completions: dict[int, Completion] = {}
-        chunks = [order[start : start + size] for start in range(0, len(order), size)]
+        results: list[tuple[Batch, Sampled]] = []
         with self.backbone.driven():
-            results = side_by_side(decode, chunks, workers)
+            for start in range(0, len(order), size):
+                batch = Batch.of(prompts, order[start : start + size], G)
+                results.append((batch, self._decode(batch, params, seed)))
         for batch, sampled in results:
             columns = (sampled.tokens_NT, sampled.logps_NT, sampled.length_N)
             for n, (tokens, logps, length) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
@@ -104,16 +87,16 @@ class NativeEngine:
                 completions[batch.row_N[n]] = Completion(tokens[:length], logps[:length], reason, ended)
         return [[completions[i * G + g] for g in range(G)] for i in range(len(prompts))]
 
-    def _decode(self, batch: Batch, params: SamplingParams, seed: int, cache: SharedCache) -> Sampled:
+    def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
         """Every distinct prompt is read once, then all completions advance together.
 
         Of the batch's N rows, B still run; finished ones leave.
         """
         N, T, device = len(batch.row_N), params.max_completion_length, self.backbone.device
-        cache.reserve(len(batch.prompts), batch.L, N, T)
+        self.cache.reserve(len(batch.prompts), batch.L, N, T)
         length_P = torch.tensor([len(prompt) for prompt in batch.prompts], device=device)
-        logits_BV = self._read(batch, length_P, cache)[batch.prompt_N.to(device)]
-        decode = Decode(cache, length_P, batch.L, batch.prompt_N.to(device))
+        logits_BV = self._read(batch, length_P)[batch.prompt_N.to(device)]
+        decode = Decode(self.cache, length_P, batch.L, batch.prompt_N.to(device))
 
         uniform_NT = uniform_numbers(batch.row_N, T, seed).to(device)
         tokens_NT = torch.zeros(N, T, dtype=torch.long, device=device)
@@ -149,11 +132,11 @@ class NativeEngine:
             decode.t = t + 1
         return Sampled(tokens_NT.cpu(), logps_NT.cpu(), length_N.cpu(), stopped)
 
-    def _read(self, batch: Batch, length_P: Tensor, cache: SharedCache) -> Tensor:
+    def _read(self, batch: Batch, length_P: Tensor) -> Tensor:
         """Logits after each prompt; keys and values stay in the cache."""
         ids_PL = batch.ids_PL.to(self.backbone.device)
         position_PL = torch.arange(batch.L, device=ids_PL.device).expand(ids_PL.shape)
-        hidden_PLD = self.backbone.hidden(ids_PL, position_PL, Prefill(cache))
+        hidden_PLD = self.backbone.hidden(ids_PL, position_PL, Prefill(self.cache))
         last_PD = hidden_PLD[torch.arange(len(length_P), device=ids_PL.device), length_P - 1]
         return require_finite(self.backbone.head.logits(last_PD))
 
