@@ -159,22 +159,6 @@ def test_what_is_sampled_does_not_depend_on_the_batch(make: MakeEngine) -> None:
     assert tokens(engine.sample(PROMPTS, params, seed=6)) != whole
 
 
-def test_batches_side_by_side_give_the_same() -> None:
-    """Each with a cache of its own, which it finds again."""
-    params = SamplingParams(3, 12, temperature=1.0)
-    expected = tokens(native_engine(tiny("mistral"), None, STOP_IDS).sample(PROMPTS, params, seed=5))
-    engine = NativeEngine(Backbone(tiny("mistral")), None, STOP_IDS, 512)
-    torch.set_num_threads(3)
-    try:
-        for _ in range(2):
-            assert tokens(engine.sample(PROMPTS, params, seed=5)) == expected
-        assert len([cache for cache in engine.caches if cache.own]) == 3
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
-    assert tokens(engine.sample(PROMPTS, params, seed=5)) == expected
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 2.0])
 def test_finished_rows_leave_without_disturbing_the_others(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they leave at once, some at a time or never; the longest run on alone."""

@@ -185,6 +185,8 @@ class LearningStep:
                 if done is None:
                     raise
                 del error  # and with it what its frames hold
+                if self._first:
+                    self.old_logps.clear()  # to be scored anew, in batches of the new size
                 learner.policy.free_memory()
                 warn(f"Agent {learner.config.id}: out of memory in step {self.lesson.step}; {done}.")
         self._notes.add(notes)
