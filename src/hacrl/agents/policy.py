@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hacrl.agents.logprobs import PlainScorer
 from hacrl.config import AgentConfig
 from hacrl.decoder import Backbone, CannotDrive
+from hacrl.decoder.layers import kernels
 from hacrl.decoder.parallel import works_side_by_side
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
 from hacrl.errors import warn
@@ -62,7 +63,7 @@ class Policy:
         batch_size = self.config.sampling_batch_size
         if self.backbone is None:
             return GenerateEngine(self.model, tokenizer, self.stop_ids, batch_size)
-        if self.backbone.device.type == "cuda":
+        if self.backbone.device.type == "cuda" and kernels is not None:
             from hacrl.rollouts.graphed import GraphedEngine
 
             return GraphedEngine(self.backbone, tokenizer, self.stop_ids, batch_size)
