@@ -3,12 +3,25 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-plain bench lint format clean setup
+.PHONY: demo study chromium test test-plain bench lint format clean setup
 
 demo: $(VENV)/.installed
 	$(BIN)/hacrl demo
 
-test: $(VENV)/.dev
+# All pairs of the zoo; QUICK=1: one pair, a few minutes. Called again, it goes on where it stopped.
+STUDY := $(if $(QUICK),quick,zoo)
+study: $(VENV)/.report
+	$(BIN)/hacrl study $(STUDY)
+	$(BIN)/hacrl report runs/study-$(STUDY)
+
+# Reports are tested in a real browser.
+chromium:
+	@if command -v chromium > /dev/null && command -v chromedriver > /dev/null; then :; \
+	elif command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && apt-get install -y -qq chromium chromium-driver > /dev/null; \
+	else echo "The tests of reports need a browser: install the packages chromium and chromium-driver."; fi
+
+test: $(VENV)/.dev chromium
 	$(BIN)/python -m pytest
 
 # The tests of what runs models, on the plain implementation.
@@ -34,6 +47,10 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.report: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""The formulas of HACRL / HACPO (arXiv 2603.02604) once more: float64, plain loops, nothing shared.
+"""The formulas of HACRL / HACPO (arXiv 2603.02604) and its rivals once more: float64, plain loops, nothing shared.
 
 This file is the yardstick that `hacrl.algorithms` is measured with. It imports neither torch nor hacrl, it
 handles one rollout and one token at a time, and it reads like the specification, so that an error in the
@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 CAPABILITY_FLOOR = 1e-8
 OMEGA_MIN, OMEGA_MAX = 0.1, 10.0
 STD_EPS = 1e-6
 LOG_RATIO_MAX = 10.0
+RIVALS = ("swarm", "ftis", "success_gated", "luffy", "hacpo_robust")
 
 # --------------------------------------------------------------------------------------------------
 # Data
@@ -66,6 +68,14 @@ class Options:
     cross_weight: float = 1.0
     beta: float = 0.0
     reward_min: float = 0.0
+    # The other methods that share rollouts.
+    share: float = 0.5
+    cap: float = 2.0
+    kl_max: float = 0.5
+    transfer_weight: float = 1.0
+    gamma: float = 0.1
+    foreign: str = "right"
+    truncate: bool = True
 
 
 def mean(values: Sequence[float]) -> float:
@@ -260,6 +270,139 @@ def k3(logp: float, ref_logp: float) -> tuple[float, float]:
 
 
 # --------------------------------------------------------------------------------------------------
+# The other methods that share rollouts
+# --------------------------------------------------------------------------------------------------
+
+
+def swarm_choice(rollouts: Sequence[Rollout], k: int, num_agents: int, share: float) -> dict[int, int]:
+    """Whose group the learner trains on, for each prompt."""
+    exact = Fraction(share).limit_denominator(10**6)
+    others = [j for j in range(num_agents) if j != k]
+    choice = {}
+    for q in {r.prompt for r in rollouts}:
+        choice[q] = k
+        taken_before = math.floor(q * exact)
+        if others and math.floor((q + 1) * exact) > taken_before:
+            j = others[taken_before % len(others)]
+            if any(r.prompt == q and r.source == j and r.reward is not None for r in rollouts):
+                choice[q] = j
+    return choice
+
+
+def swarm_advantages(rollouts: Sequence[Rollout], k: int, num_agents: int, share: float) -> list[float | None]:
+    """Within each (prompt, source) group; 0 in the groups that are not chosen."""
+    advantages: list[float | None] = [None] * len(rollouts)
+    choice = swarm_choice(rollouts, k, num_agents, share)
+    for j in range(num_agents):
+        members = [i for i, r in enumerate(rollouts) if r.source == j]
+        for i, advantage in zip(members, group_advantages([rollouts[i] for i in members]), strict=True):
+            chosen = choice[rollouts[i].prompt] == j
+            advantages[i] = advantage if chosen or advantage is None else 0.0
+    return advantages
+
+
+def is_success(rollouts: Sequence[Rollout], i: int) -> bool:
+    """Above the mean of everybody's rewards on its prompt."""
+    rewards = [r.reward for r in rollouts if r.prompt == rollouts[i].prompt and r.reward is not None]
+    reward = rollouts[i].reward
+    return reward is not None and max(rewards) > min(rewards) and reward > mean(rewards) + 1e-9
+
+
+def success_gated_advantages(rollouts: Sequence[Rollout], k: int) -> list[float | None]:
+    """Own: in the own group. Foreign: in everybody's, for successes on prompts where k has none; else 0."""
+    pooled = group_advantages(rollouts)
+    advantages: list[float | None] = [None] * len(rollouts)
+    own = [i for i, r in enumerate(rollouts) if r.source == k]
+    for i, advantage in zip(own, group_advantages([rollouts[i] for i in own]), strict=True):
+        advantages[i] = advantage
+    solved = {rollouts[i].prompt for i in own if is_success(rollouts, i)}
+    for i, r in enumerate(rollouts):
+        if r.source != k and r.reward is not None:
+            advantages[i] = pooled[i] if is_success(rollouts, i) and r.prompt not in solved else 0.0
+    return advantages
+
+
+def luffy_advantages(rollouts: Sequence[Rollout], k: int) -> list[float | None]:
+    """One group of the own rollouts and the others' successes; 0 for what the others got wrong."""
+    advantages: list[float | None] = [None if r.reward is None else 0.0 for r in rollouts]
+    group = [i for i, r in enumerate(rollouts) if r.source == k or is_success(rollouts, i)]
+    for i, advantage in zip(group, group_advantages([rollouts[i] for i in group]), strict=True):
+        advantages[i] = advantage
+    return advantages
+
+
+def robust_advantages(rollouts: Sequence[Rollout], k: int, foreign: str) -> list[float | None]:
+    """Own: in the own group. Foreign: how much better than k's own mean, in units of the pair's deviation."""
+    advantages: list[float | None] = [None] * len(rollouts)
+    own = [i for i, r in enumerate(rollouts) if r.source == k]
+    for i, advantage in zip(own, group_advantages([rollouts[i] for i in own]), strict=True):
+        advantages[i] = advantage
+    for i, r in enumerate(rollouts):
+        if r.source == k or r.reward is None:
+            continue
+        here = [o for o in rollouts if o.prompt == r.prompt and o.reward is not None]
+        mine = [float(o.reward or 0.0) for o in here if o.source == k]
+        theirs = [float(o.reward or 0.0) for o in here if o.source == r.source]
+        advantages[i] = 0.0
+        if mine and max(mine + theirs) > min(mine + theirs):
+            value = (r.reward - mean(mine)) / (sample_std(mine + theirs) + STD_EPS)
+            if abs(value) > 1e-9:
+                advantages[i] = value if foreign == "all" else max(value, 0.0)
+    return advantages
+
+
+def source_token_logps(rollout: Rollout) -> list[float]:
+    """The source's log-probabilities on the learner's tokens: as they are where there are as many, else spread."""
+    if len(rollout.old_logps) == len(rollout.logps):
+        return list(rollout.old_logps)
+    return [math.fsum(rollout.old_logps) / len(rollout.logps)] * len(rollout.logps)
+
+
+def rival_term(
+    rollout: Rollout, stop: Rollout, advantage: float, options: Options, omega_jk: float = 1.0
+) -> tuple[float, list[float]]:
+    """A foreign rollout's contribution, and its derivative by each of the learner's log-probabilities."""
+    n = len(rollout.logps)
+    if options.algorithm == "hacpo_robust":
+        length = n if options.ratio_unit == "learner" else len(stop.old_logps)
+        log_s = clip(mean(stop.logps) - math.fsum(stop.old_logps) / length, -LOG_RATIO_MAX, LOG_RATIO_MAX)
+        weight = min(math.exp(log_s), 1.0) if options.truncate else 1.0
+        weight *= min(omega_jk, 1.0) if options.cross_omega else 1.0
+        value = weight * advantage * math.exp(mean(rollout.logps) - mean(stop.logps))
+        return value, [value / n] * n
+    if options.algorithm in ("swarm", "success_gated"):
+        weight = options.transfer_weight if options.algorithm == "success_gated" else 1.0
+        value = weight * advantage * math.exp(mean(rollout.logps) - mean(stop.logps))
+        return value, [value / n] * n
+    parts, slopes = [], []
+    if options.algorithm == "luffy":
+        for logp in rollout.logps:
+            p = math.exp(logp)
+            parts.append(p / (p + options.gamma) * advantage / n)
+            # df / dlog(p) = p f'(p)
+            slopes.append(p * options.gamma / (p + options.gamma) ** 2 * advantage / n)
+        return math.fsum(parts), slopes
+    log_ratios = [now - old for now, old in zip(stop.logps, source_token_logps(stop), strict=True)]
+    kl = mean([math.exp(x) - x - 1.0 for x in log_ratios])
+    if advantage < 0 and kl > options.kl_max:
+        return 0.0, [0.0] * n
+    for logp, stop_logp, log_ratio in zip(rollout.logps, stop.logps, log_ratios, strict=True):
+        weight = min(math.exp(clip(log_ratio, -LOG_RATIO_MAX, LOG_RATIO_MAX)), options.cap)
+        parts.append(weight * math.exp(logp - stop_logp) * advantage / n)
+        slopes.append(parts[-1])
+    return math.fsum(parts), slopes
+
+
+def swarm_count(rollouts: Sequence[Rollout], used: Sequence[int], k: int, share: float) -> float:
+    """How many rollouts are trained on, if groups have the same size: (1 - share) own and share of one other."""
+    own = sum(rollouts[i].source == k for i in used)
+    others = {rollouts[i].source for i in used} - {k}
+    if not others:
+        return max(own, 1)
+    return max((1 - share) * own + share * (len(used) - own) / len(others), 1)
+
+
+# --------------------------------------------------------------------------------------------------
 # Sections 7 and 8: the objectives
 # --------------------------------------------------------------------------------------------------
 
@@ -281,8 +424,16 @@ def advantages_for(
     """The advantage of each rollout under `options.algorithm`; None where the rollout is not used at all."""
     if options.algorithm == "hacpo":
         return capability_advantages(rollouts, k, capabilities, options)
-    if options.algorithm == "naive":
+    if options.algorithm in ("naive", "ftis"):
         return group_advantages(rollouts)
+    if options.algorithm == "swarm":
+        return swarm_advantages(rollouts, k, len(capabilities), options.share)
+    if options.algorithm == "success_gated":
+        return success_gated_advantages(rollouts, k)
+    if options.algorithm == "luffy":
+        return luffy_advantages(rollouts, k)
+    if options.algorithm == "hacpo_robust":
+        return robust_advantages(rollouts, k, options.foreign)
     own = [i for i, r in enumerate(rollouts) if r.source == k]
     advantages: list[float | None] = [None] * len(rollouts)
     for i, advantage in zip(own, group_advantages([rollouts[i] for i in own]), strict=True):
@@ -309,8 +460,10 @@ def objective(
     used = [i for i, a in enumerate(advantages) if a is not None and not rollouts[i].dropped]
 
     # Which rollouts share a mean, and with what weight that mean enters.
-    if options.algorithm == "naive":
+    if options.algorithm in ("naive", "ftis"):
         means = [(None, used, 1.0)]
+    elif options.algorithm == "swarm":
+        means = [(None, used, len(used) / swarm_count(rollouts, used, k, options.share))]
     else:
         means = []
         for j in sorted({rollouts[i].source for i in used}):
@@ -330,6 +483,13 @@ def objective(
             unit = options.ratio_unit if options.algorithm == "hacpo" else "token"
             log_s, slope = log_ratio_and_slope(rollout, k, unit)
             s = math.exp(log_s)
+            if options.algorithm in RIVALS and rollout.source != k:
+                omega_jk = omega(capabilities, rollout.source, k)
+                term, slopes = rival_term(rollout, stop_at[i], advantage, options, omega_jk)
+                total += term
+                for t, d_logp in enumerate(slopes):
+                    result.gradient[i][t] += weight * d_logp
+                continue
             if options.algorithm == "hacpo" and rollout.source != k:
                 s_stop = math.exp(log_ratio_and_slope(stop_at[i], k, unit)[0])
                 coefficient = omega(capabilities, rollout.source, k) if options.cross_omega else 1.0

@@ -158,6 +158,22 @@ def test_train_eval_and_rollouts(hacrl: Run) -> None:
     assert contents().items() >= before.items()
 
 
+def test_watch_and_rollouts_as_json(hacrl: Run) -> None:
+    assert hacrl("train", "tiny.yaml").code == 0
+    before = contents()
+    for arguments in (["run"], ["run", "--once"]):  # here is no terminal: once in either case
+        result = hacrl("watch", *arguments)
+        assert (result.code, result.err) == (0, "")
+        assert "step 1/1" in result.out
+        assert "run is finished: 1 steps in " in result.out
+    shown = hacrl("rollouts", "run", "--prompt", "1", "--json")
+    lines = [json.loads(line) for line in Path("run/rollouts/step-000001.jsonl").read_text().splitlines()]
+    second = next(line["prompt_id"] for line in lines if line["prompt_id"] != lines[0]["prompt_id"])
+    assert [json.loads(line) for line in shown.out.splitlines()] == [x for x in lines if x["prompt_id"] == second]
+    assert_refused(hacrl("watch", "missing"), "missing is not a run")
+    assert contents() == before
+
+
 def test_eval_of_a_model(hacrl: Run) -> None:
     result = hacrl("eval", "zoo:llama-weak", "--config", "tiny.yaml")
     assert (result.code, result.err) == (0, "")

@@ -108,7 +108,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"algorithm": {"name": "hacpo", "alhpa": 3}}, ["algorithm: hacpo", "'alhpa'", "set to 3", "did you mean alpha?"]),
     ({"algorithm": {"name": "gspo", "alpha": 3}}, ["gspo has no option 'alpha'", "epsilon"]),
     ({"algorithm": {"name": "hacop"}}, ["algorithm: name: 'hacop'", "did you mean hacpo?"]),
-    ({"algorithm": {"name": "ppo-clip-max"}}, ["'ppo-clip-max'", "choose from hacpo, gspo, grpo, naive"]),
+    ({"algorithm": {"name": "ppo-clip-max"}}, ["'ppo-clip-max'", f"choose from {', '.join(ALGORITHMS)}"]),
     (
         {"algorithm": {"name": "hacpo", "capability": {"windw": 3}}},
         ["algorithm: capability", "'windw'", "set to 3", "did you mean window?"],
@@ -258,14 +258,14 @@ def test_passes_over_a_batch_count_as_updates_of_the_schedule() -> None:
     assert "12 updates" in refusal({"agents": [PAIR[0], {**PAIR[1], "num_iterations": 3}]})
 
 
-@pytest.mark.parametrize("name", ["gspo", "grpo"])
-def test_one_generation_is_refused_without_sharing(name: str) -> None:
+@pytest.mark.parametrize("name", ["gspo", "grpo", "swarm", "success_gated"])
+def test_one_generation_is_refused_where_an_agent_is_compared_with_itself_alone(name: str) -> None:
     message = refusal({"algorithm": {"name": name}, "agents": [PAIR[0], {**PAIR[1], "num_generations": 1}]})
     assert "agents.b.num_generations: 1" in message
     assert "at least 2" in message
 
 
-@pytest.mark.parametrize("name", ["hacpo", "naive"])
+@pytest.mark.parametrize("name", ["hacpo", "naive", "ftis", "luffy"])
 def test_one_generation_is_enough_where_others_sample_too(name: str) -> None:
     assert load({"algorithm": {"name": name}, "num_generations": 1}).rollouts_per_prompt(load().agents[0]) == 2
     assert "agents.a.num_generations: 1" in refusal({"agents": PAIR[:1], "num_generations": 1})
@@ -279,6 +279,9 @@ def test_one_generation_is_enough_where_others_sample_too(name: str) -> None:
         (32, [16, 16], 128, "gspo", [4, 4]),
         (32, [4, 12], 64, "grpo", [2, 6]),
         (32, [4, 12], 64, "naive", [8, 8]),
+        (32, [4, 12], 64, "ftis", [8, 8]),
+        (32, [8, 8, 8], 128, "swarm", [2, 2, 2]),  # it trains on as many rollouts as gspo
+        (32, [4, 12], 64, "swarm", [4, 4]),
         (32, [8, 8, 8, 8], 128, "hacpo", [8, 8, 8, 8]),
         (128, [8, 8], 512, "hacpo", [4, 4]),
         (2, [2, 2], 128, "hacpo", [1, 1]),
@@ -465,7 +468,7 @@ def test_every_preset_loads_for_every_algorithm(name: str) -> None:
     assert config.algorithm.name == "hacpo"
     assert config.output_dir == f"runs/{name}"
     assert RunConfig.from_dict(resolved(config)) == config
-    for algorithm in ("gspo", "grpo", "naive"):
+    for algorithm in ("gspo", "grpo", "naive", "swarm", "ftis", "success_gated", "luffy"):
         assert RunConfig.load(name, [f"algorithm.name={algorithm}"]).algorithm == ALGORITHMS[algorithm]()
 
 

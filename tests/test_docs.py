@@ -108,6 +108,17 @@ def test_clips_of_all_algorithms_are_those_of_the_code() -> None:
         assert (row["rollouts"] == "everybody's") == algorithm.shares_rollouts
 
 
+def test_options_of_the_other_ways_to_share_are_those_of_the_code() -> None:
+    ((_, rows),) = [table for table in tables(ALGORITHM) if table[0][:2] == ["name", "option"]]
+    documented = {(CODE.findall(row[0])[0], CODE.findall(row[1])[0]): yaml.safe_load(row[2].strip("`")) for row in rows}
+    common = {"name", "beta", "epsilon", "epsilon_high", "capability"}
+    options = {name: {f.name for f in dataclasses.fields(ALGORITHMS[name])} - common for name, _ in documented}
+    assert options.keys() == {"swarm", "ftis", "success_gated", "luffy", "hacpo_robust"}
+    assert documented == {
+        (name, option): getattr(ALGORITHMS[name](), option) for name, own in options.items() for option in own
+    }
+
+
 @pytest.mark.parametrize("line", blocks(ROOT / "docs" / "algorithm.md", "sh")[0].splitlines())
 def test_the_ablations_are_valid(line: str) -> None:
     _, _, preset, *overrides = line.partition("#")[0].split()
@@ -203,7 +214,7 @@ def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunD
 
 def test_the_reasons_for_dropping_are_documented() -> None:
     source = "".join((PACKAGE / "agents" / name).read_text(encoding="utf-8") for name in ("agent.py", "retokenize.py"))
-    raised = re.findall(r'Dropped\("(\w+)"\)', source) + re.findall(r'dropped\[rollout.source, "(\w+)"\]', source)
+    raised = re.findall(r'Dropped\("(\w+)"\)', source) + re.findall(r'dropped\[row\] = "(\w+)"', source)
     assert sorted(raised) == sorted(first_column("reason"))
 
 
@@ -228,7 +239,7 @@ def test_every_file_of_a_run_is_documented(run: RunDir) -> None:
 
 # --- the rules of the house ------------------------------------------------------------------------
 
-ROOMS = ["cli", "training", "execution", "agents", "rollouts", "decoder", "tasks", "config", "algorithms"]
+ROOMS = ["cli", "study", "training", "execution", "agents", "rollouts", "decoder", "tasks", "config", "algorithms"]
 
 
 def test_arrows_point_one_way() -> None:

@@ -76,6 +76,39 @@ def demo(
     run_demo(console, output_dir, overrides or [])
 
 
+@app.command()
+def study(
+    source: Annotated[str, typer.Argument(metavar="STUDY", help="A bundled study, a YAML file, or a study's folder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example seeds=5 settings.max_steps=20.")
+    ] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Default: runs/study-NAME.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid, and stop.")] = False,
+) -> None:
+    """Run a grid of algorithms, pairs, options and seeds, and compare; called again, it goes on."""
+    from hacrl.study import results, runner
+    from hacrl.study.grid import Study, StudyConfig
+
+    config = StudyConfig.load(source, overrides or [])
+    if output_dir is not None:
+        config = config.model_copy(update={"output_dir": output_dir})
+    whole = Study.build(runner.with_earlier_threads(config))
+    runner.check_unchanged(whole)
+    places = runner.choose_places(whole, jobs)
+    results.print_plan(console, whole, places.jobs, places.threads)
+    if dry_run:
+        return
+    try:
+        found = runner.run_study(whole, places, console)
+    except KeyboardInterrupt:
+        fail(f"interrupted; continue with `hacrl study {whole.folder}`.", 130)
+    results.print_results(console, found)
+    results.print_end(console, whole, found)
+    if any(run["status"] == "failed" for run in found["runs"]):
+        sys.exit(1)
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="zoo:NAME, a folder, a hub id, or a run.")],
@@ -98,6 +131,20 @@ def evaluate(
 
 
 @app.command()
+def report(
+    target: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run or of a study.")],
+    output: Annotated[Path | None, typer.Option(help="Default: report.html in that folder.")] = None,
+    max_mb: Annotated[float, typer.Option(min=0.1, help="Largest size; steps of rollouts are left out for it.")] = 30.0,
+) -> None:
+    """Write one HTML file that shows a run or a study: curves, who learned from whom, every rollout."""
+    from hacrl.study.report.page import write_report
+
+    written = write_report(target, output, max_mb)
+    size = written.stat().st_size / 1e6
+    console.print(f"{written} ({size:.1f} MB): open it in a browser.", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
 def rollouts(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     step: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
@@ -106,11 +153,23 @@ def rollouts(
     ] = None,
     agent: Annotated[str | None, typer.Option(help="Only this agent's.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts to show.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="The lines as they are in the file.")] = False,
 ) -> None:
     """Show the rollouts of a step, all agents' answers to one prompt together."""
     from hacrl.training.browse import show_rollouts
 
-    show_rollouts(console, run, step, prompt, agent, limit)
+    show_rollouts(console, run, step, prompt, agent, limit, as_json)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once and stop.")] = False,
+) -> None:
+    """Follow a run that is trained elsewhere, until it ends."""
+    from hacrl.training.watch import watch as watch_run
+
+    watch_run(console, run, once)
 
 
 @models_app.callback()

@@ -28,6 +28,7 @@ from hacrl.algorithms import ALGORITHMS, HACPO, Algorithm, CapabilityOptions
 from hacrl.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -202,6 +203,8 @@ class RunConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     trace: bool = False
     """Write one line for every rollout each learner used in each update."""
+    report_to: list[str] = []
+    """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
     output_dir: str = "runs/default"
 
     @model_validator(mode="before")
@@ -222,15 +225,27 @@ class RunConfig(Settings):
     def _parse_algorithm(cls, value: Any) -> Algorithm:
         return parse_algorithm(value)
 
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _known_trackers(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list):
+            raise ValueError(f"expected a list of {', '.join(TRACKERS)}, not {value!r}")
+        for name in names:
+            if name not in TRACKERS:
+                raise ValueError(f"{name!r} is no tracker{nearest(str(name), TRACKERS)}")
+        return list(dict.fromkeys(names))
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         ids = [agent.id for agent in self.agents]
         if len(set(ids)) < len(ids):
             raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
         alone = not self.algorithm.shares_rollouts or len(ids) == 1
+        own_groups = alone or self.algorithm.groups_by_source
         for agent in self.agents:
             where = f"agents.{agent.id}"
-            if agent.num_generations == 1 and alone:
+            if agent.num_generations == 1 and own_groups:
                 raise ValueError(f"{where}.num_generations: 1 gives no group to compare with; use at least 2")
             try:
                 if not alone:
@@ -242,10 +257,9 @@ class RunConfig(Settings):
         return self
 
     def rollouts_per_prompt(self, learner: AgentConfig) -> int:
-        """How many rollouts of a prompt a learner uses."""
-        if self.algorithm.shares_rollouts:
-            return sum(agent.num_generations for agent in self.agents)
-        return learner.num_generations
+        """How many rollouts of a prompt a learner trains on."""
+        count = {agent.id: agent.num_generations for agent in self.agents}
+        return self.algorithm.rollouts_used(count.pop(learner.id), list(count.values()))
 
     def updates_per_step(self, learner: AgentConfig) -> int:
         """Mini-batches of one pass: rollouts used / rollouts_per_update, each of at least one prompt."""

@@ -17,7 +17,7 @@ from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.logprobs import completion_logprobs
 from hacrl.agents.master import MasterWeights
 from hacrl.agents.retokenize import Dropped
-from hacrl.algorithms import GRPO, GSPO, HACPO, Algorithm, Naive
+from hacrl.algorithms import FTIS, GRPO, GSPO, HACPO, LUFFY, Algorithm, Naive, RobustHACPO, SuccessGated, Swarm
 from hacrl.config import AgentConfig
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import UserError
@@ -51,6 +51,16 @@ CASES: dict[str, tuple[Algorithm, int]] = {
     "hacpo, no cross clip": (HACPO(cross_clip=False), 2),
     "hacpo, bytes": (HACPO(ratio_unit="byte"), 2),
     "hacpo, three, beta, bytes": (HACPO(beta=0.3, ratio_unit="byte", cross_weight=0.5), 3),
+    "swarm": (Swarm(), 2),
+    "swarm, three, beta": (Swarm(beta=0.3, share=0.3), 3),
+    "ftis": (FTIS(), 2),
+    "ftis, three": (FTIS(cap=1.0, kl_max=0.3), 3),
+    "success_gated": (SuccessGated(), 2),
+    "success_gated, three": (SuccessGated(transfer_weight=0.5), 3),
+    "luffy": (LUFFY(), 2),
+    "luffy, three, beta": (LUFFY(beta=0.3), 3),
+    "hacpo_robust": (RobustHACPO(), 2),
+    "hacpo_robust, three, beta": (RobustHACPO(beta=0.3, cross_weight=0.5), 3),
 }
 
 
@@ -179,7 +189,7 @@ def test_the_fast_gradient_is_the_plain_one(case: str, rollouts: dict[str, list[
     assert distance(moves(fast, start), moves(plain, start)) < 1e-9
     assert result.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-9)
     assert result.dropped == expected.dropped
-    assert (result.dropped.total() > 0) == (agents == 3)
+    assert (len(result.dropped) > 0) == (agents == 3)
 
     # Work was saved, and exactly what has no gradient.
     records = expected.records
@@ -191,10 +201,16 @@ def test_the_fast_gradient_is_the_plain_one(case: str, rollouts: dict[str, list[
     assert result.metrics["tokens_trained"] == int(tokens[needed].sum())
     if agents > 1:
         assert (foreign & needed).any()
-        assert (foreign & teaches & ~needed).any() == (algorithm != CASES["hacpo, no cross clip"][0])
+        leaves_out = isinstance(algorithm, HACPO | Naive | FTIS) and case != "hacpo, no cross clip"
+        assert (foreign & teaches & ~needed).any() == leaves_out
 
 
-@pytest.mark.parametrize("case", ["gspo, beta", "grpo, beta", "naive", "hacpo, three", "hacpo, three, beta, bytes"])
+WRITTEN_OUT = ["gspo, beta", "grpo, beta", "naive", "hacpo, three", "hacpo, three, beta, bytes"]
+WRITTEN_OUT += ["swarm, three, beta", "ftis", "ftis, three", "success_gated, three", "luffy, three, beta"]
+WRITTEN_OUT += ["hacpo_robust, three, beta"]
+
+
+@pytest.mark.parametrize("case", WRITTEN_OUT)
 def test_the_gradient_is_that_of_the_objective_written_out(
     case: str, rollouts: dict[str, list[list[Rollout]]], exact: Any
 ) -> None:
@@ -204,7 +220,21 @@ def test_the_gradient_is_that_of_the_objective_written_out(
     """
     algorithm, agents = CASES[case]
     lesson = dataclasses.replace(lesson_for(algorithm, agents, rollouts, [[0, 1, 2]] * 2), learning_rate=0.0)
-    agent = exact(make_agent(algorithm))
+    check_written_out(exact(make_agent(algorithm)), lesson)
+
+
+def test_with_the_same_vocabulary_token_ratios_are_taken_token_by_token(exact: Any) -> None:
+    """As the source recorded them, and not its sum."""
+    algorithm = FTIS(kl_max=2.0)
+    settings = {"temperature": TEMPERATURE, "num_generations": 4, "max_completion_length": 16}
+    other = Agent(AgentConfig(id="other", model="zoo:llama-minus", **settings), 1, algorithm, seed=0)
+    agent = make_agent(algorithm)
+    rollouts = [*agent.sample(PROBLEMS, step=1, sampling_round=0), *other.sample(PROBLEMS, step=1, sampling_round=0)]
+    assert {rollout.vocabulary for rollout in rollouts} == {agent.retokenizer.vocabulary}
+    check_written_out(exact(agent), dataclasses.replace(lesson_of(rollouts, [[0, 1, 2]] * 2), learning_rate=0.0))
+
+
+def check_written_out(agent: Agent, lesson: Lesson) -> None:
     usable: dict[int, list[int]] = {}
     for row, rollout in enumerate(lesson.rollouts):
         try:
@@ -229,18 +259,26 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
         prompt, source = agent.render(rollout.prompt), rollout.source
         logp_T = logprobs_one_by_one(agent.model, prompt, ids, TEMPERATURE)[range(len(ids)), ids]
         old_T = torch.tensor(rollout.logps, dtype=torch.float64)
-        if isinstance(algorithm, HACPO) and source:
+        count = num_in_mean(algorithm, sources, source)
+        if isinstance(algorithm, RIVALS) and source:
+            same = rollout.vocabulary == agent.retokenizer.vocabulary
+            spread_T = torch.full_like(logp_T, float(old_T.sum()) / len(ids)).detach()
+            objective = objective + rival_term(algorithm, logp_T, old_T if same else spread_T, advantage) / count
+        elif isinstance(algorithm, RobustHACPO) and source:
+            s = ((logp_T.detach().sum() - old_T.sum()) / len(ids)).clamp(-10, 10).exp()
+            term = s.clamp(max=1) * OMEGAS[source] * advantage * (logp_T - logp_T.detach()).mean().exp()
+            objective = objective + algorithm.cross_weight * term / count
+        elif isinstance(algorithm, HACPO) and source:
             ratio = (logp_T.mean() - old_T.mean()).exp()
             if algorithm.ratio_unit == "byte":
                 ratio = ((logp_T.sum() - old_T.sum()) / rollout.num_bytes).exp()
             clipped = ratio.clamp(1 - algorithm.delta + update * algorithm.delta_step, 1.0)
             term = clipped * clipped.detach() ** algorithm.alpha * OMEGAS[source] * advantage
-            objective = objective + algorithm.cross_weight * term / sources.count(source)
+            objective = objective + algorithm.cross_weight * term / count
         else:
             ratio = (logp_T - old_T).exp() if isinstance(algorithm, GRPO) else (logp_T.mean() - old_T.mean()).exp()
             clipped = ratio.clamp(1 - algorithm.epsilon, 1 + algorithm.epsilon_high)
             term = torch.minimum(ratio * advantage, clipped * advantage).mean()
-            count = sources.count(0) if isinstance(algorithm, HACPO) else len(sources)
             objective = objective + term / count
         if algorithm.beta and source == 0:
             start = agent.learner.reference.__self__.model
@@ -249,6 +287,34 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
             kl = ((start_T - logp_T).exp() - (start_T - logp_T) - 1).mean()
             objective = objective - algorithm.beta * kl / sources.count(0)
     return objective
+
+
+RIVALS = (Swarm, FTIS, SuccessGated, LUFFY)
+
+
+def rival_term(algorithm: Any, logp_T: Tensor, old_T: Tensor, advantage: float) -> Tensor:
+    """What a foreign rollout contributes under one of the other methods that share."""
+    now_T = logp_T.detach()
+    if isinstance(algorithm, FTIS):
+        kl = ((now_T - old_T).exp() - (now_T - old_T) - 1).mean()
+        if advantage < 0 and kl > algorithm.kl_max:
+            return torch.zeros_like(kl)
+        weight_T = (now_T - old_T).clamp(-10, 10).exp().clamp(max=algorithm.cap)
+        return advantage * (weight_T * (logp_T - now_T).exp()).mean()
+    if isinstance(algorithm, LUFFY):
+        return advantage * (logp_T.exp() / (logp_T.exp() + algorithm.gamma)).mean()
+    scale = algorithm.transfer_weight if isinstance(algorithm, SuccessGated) else 1.0
+    return scale * advantage * (logp_T - now_T).mean().exp()
+
+
+def num_in_mean(algorithm: Algorithm, sources: list[int], source: int) -> float:
+    """How many rollouts share a mean with one of this source."""
+    if isinstance(algorithm, HACPO | RobustHACPO | SuccessGated | LUFFY):
+        return sources.count(source)
+    if isinstance(algorithm, Swarm):
+        own, others = sources.count(0), set(sources) - {0}
+        return (1 - algorithm.share) * own + algorithm.share * (len(sources) - own) / len(others)
+    return len(sources)
 
 
 class Counting:
@@ -273,7 +339,7 @@ def test_rollouts_that_teach_nothing_are_not_even_looked_at(rollouts: dict[str, 
         result = agent.learn(lesson)
         with_gradient = [ids for has_gradient, ids in counting.seen if has_gradient]
         if trace:
-            assert len(counting.seen) == len(with_gradient) == len(lesson.rollouts) - result.dropped.total()
+            assert len(counting.seen) == len(with_gradient) == len(lesson.rollouts) - len(result.dropped)
             assert sorted(result.records["row"].tolist()) == sorted(set(result.records["row"].tolist()))
             assert len(result.records["row"]) == len(counting.seen)
         else:

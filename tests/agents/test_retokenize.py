@@ -1,5 +1,6 @@
 """Other agents' text as a learner's tokens: exact, or dropped and counted."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,9 @@ def test_what_a_learner_drops_is_counted_by_source_and_reason() -> None:
         learning_rate=1e-4,
     )
     result = agent.learn(lesson)
-    assert result.dropped == {(1, "not_reversible"): 3, (1, "empty"): 1}
+    reasons = Counter((rollouts[row].source, reason) for row, reason in result.dropped.items())
+    assert reasons == {(1, "not_reversible"): 3, (1, "empty"): 1}
+    assert sorted(result.dropped) == [2, 3, 4, 6]
     assert sorted(result.records["row"].tolist()) == [0, 1, 5]
     # A mean over what is left: dropped rollouts do not dilute it.
     assert sorted(result.records["mean_weight"].tolist()) == [0.5, 0.5, 1.0]

@@ -9,17 +9,22 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from hacrl.algorithms import ALGORITHMS, GRPO, HACPO, Advantages, Algorithm, Sequences, Terms, k3_kl
-from reference import Options, Rollout
+from hacrl.algorithms import ALGORITHMS, FTIS, GRPO, HACPO, Advantages, Algorithm, Sequences, Terms, k3_kl
+from reference import Options, Rollout, source_token_logps
 
 DEFAULTS = {f.name: f.default for f in fields(Options)}
 BINARY = (0.0, 1.0)
 GRADED = (0.0, 0.25, 0.5, 1.0)
+RIVAL_OPTIONS = {"swarm": "share", "ftis": "cap kl_max", "success_gated": "transfer_weight", "luffy": "gamma"}
+RIVAL_OPTIONS["hacpo_robust"] = "cross_weight foreign truncate cross_omega ratio_unit reward_min"
 
 
 def build(options: Options) -> Algorithm:
     """The algorithm of hacrl that the reference's options describe."""
     clip = {"epsilon": options.eps_low, "epsilon_high": options.eps_high, "beta": options.beta}
+    if options.algorithm in RIVAL_OPTIONS:
+        names = RIVAL_OPTIONS[options.algorithm].split()
+        return ALGORITHMS[options.algorithm](**clip, **{name: getattr(options, name) for name in names})
     if options.algorithm != "hacpo":
         return ALGORITHMS[options.algorithm](**clip)
     same_name = (
@@ -116,14 +121,16 @@ class Outcome:
     sequences: Sequences
 
 
-def make_sequences(rollouts: Sequence[Rollout], learner: int, advantage_N: Tensor, omega_N: Tensor) -> Sequences:
+def make_sequences(
+    rollouts: Sequence[Rollout], learner: int, advantage_N: Tensor, omega_N: Tensor, by_token: bool = False
+) -> Sequences:
     """Tensors of a batch. The padding holds values that would show in any sum that forgot the mask."""
     width = max(max(len(r.logps), len(r.old_logps)) for r in rollouts) + 2
     logp_NT = padded([r.logps for r in rollouts], width, -3.7).requires_grad_()
     mask_NT = padded([[1.0] * len(r.logps) for r in rollouts], width, 0.0).bool()
-    # A foreign source's tokens are not the learner's: nothing may read them one by one.
+    # A foreign source's tokens are not the learner's: nothing may read them one by one, unless it says so.
     nan = float("nan")
-    old_rows = [r.old_logps if r.source == learner else (nan,) * len(r.old_logps) for r in rollouts]
+    old_rows = [source_token_logps(r) if by_token or r.source == learner else (nan,) for r in rollouts]
     return Sequences(
         logp_NT=logp_NT,
         mask_NT=mask_NT,
@@ -166,6 +173,7 @@ def run(
         learner,
         advantages.advantage_N[rows],
         algorithm.coefficients(source_N, learner, omega_KK),
+        by_token=isinstance(algorithm, FTIS),
     )
     terms = algorithm.terms(sequences, update)
     value = (terms.objective_N * algorithm.mean_weights(source_N, learner)).sum()
@@ -193,4 +201,4 @@ def with_log_ratio(log_ratio: float, rollout: Rollout) -> Rollout:
 def default_options(algorithm: str) -> Options:
     if algorithm == "grpo":
         return Options("grpo", eps_low=GRPO.epsilon, eps_high=GRPO.epsilon_high)
-    return Options(algorithm)
+    return Options(algorithm, ratio_unit="learner" if algorithm == "hacpo_robust" else "token")

@@ -12,6 +12,7 @@ import torch
 from algorithm_batches import (
     BINARY,
     GRADED,
+    RIVAL_OPTIONS,
     Outcome,
     build,
     default_options,
@@ -25,6 +26,7 @@ from algorithm_batches import (
 
 from hacrl import algorithms as hacrl_algorithms
 from hacrl.algorithms import (
+    ALGORITHMS,
     GRPO,
     GSPO,
     HACPO,
@@ -278,7 +280,7 @@ def test_published_defaults() -> None:
     assert hacpo.cross_clip
     assert not hacpo.allow_closed_band
     assert (hacpo.reward_min, hacpo.beta) == (0, 0)
-    for algorithm in (hacpo, GSPO(), Naive()):
+    for algorithm in (hacpo, *[ALGORITHMS[name]() for name in ("gspo", "naive", *RIVAL_OPTIONS)]):
         assert (algorithm.epsilon, algorithm.epsilon_high) == (3e-4, 4e-4)
     assert (GRPO().epsilon, GRPO().epsilon_high) == (0.2, 0.28)
     capability = hacpo.capability
@@ -483,6 +485,27 @@ VARIANTS = [
     Options(ratio_unit="byte", cross_clip=False, alpha=0.5),
     Options(cross_weight=0.0),
     Options(cross_weight=0.3, beta=0.1, cross_baseline="source", alpha=2.0, delta=0.4),
+    # The other methods that share rollouts.
+    *[default_options(name) for name in RIVAL_OPTIONS],
+    *[replace(default_options(name), beta=0.03, eps_low=1e-3) for name in RIVAL_OPTIONS],
+    Options("swarm", share=0.0),
+    Options("swarm", share=0.3),
+    Options("swarm", share=1.0),
+    Options("ftis", cap=1.0, kl_max=0.05),
+    Options("ftis", cap=0.5, kl_max=0.0),
+    Options("success_gated", transfer_weight=0.0),
+    Options("success_gated", transfer_weight=2.5),
+    Options("luffy", gamma=1.0),
+    *[
+        Options("hacpo_robust", **{"ratio_unit": "learner", **changed})
+        for changed in (
+            {"foreign": "all"},
+            {"truncate": False},
+            {"cross_omega": False},
+            {"ratio_unit": "token"},
+            {"cross_weight": 0.3, "foreign": "all", "truncate": False},
+        )
+    ],
 ]
 
 
@@ -525,7 +548,7 @@ def test_objective_far_off_policy(name: str) -> None:
 def test_missing_agents_and_empty_groups() -> None:
     # In turn, an agent has no valid reward in the whole batch, the learner included.
     for absent in range(3):
-        for options in (Options(), Options(cross_baseline="source"), default_options("naive")):
+        for options in (Options(), Options(cross_baseline="source"), *map(default_options, ("naive", *RIVAL_OPTIONS))):
             rng = random.Random(absent)
             rollouts = random_rollouts(rng, 3, 0)
             rollouts = [replace(r, reward=None) if r.source == absent else r for r in rollouts]
@@ -585,7 +608,14 @@ def test_single_precision_stays_close() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [default_options("gspo"), default_options("naive"), Options(), Options(alpha=3.0), Options(cross_clip=False)],
+    [
+        *map(default_options, ("gspo", "naive", *RIVAL_OPTIONS)),
+        Options(),
+        Options(alpha=3.0),
+        Options(cross_clip=False),
+        Options("ftis", kl_max=0.02),
+        Options("success_gated", transfer_weight=0.0),
+    ],
     ids=label,
 )
 def test_terms_describe_themselves(options: Options) -> None:
@@ -599,10 +629,14 @@ def test_terms_describe_themselves(options: Options) -> None:
             assert not getattr(terms, name).requires_grad
         for row, i in enumerate(got.used):
             rollout = rollouts[i]
-            assert float(terms.log_ratio_N[row]) == close(reference_log_ratio(rollout.logps, rollout.old_logps))
+            expected = reference_log_ratio(rollout.logps, rollout.old_logps)
+            if options.algorithm == "hacpo_robust" and rollout.source != 0:
+                expected = (math.fsum(rollout.logps) - math.fsum(rollout.old_logps)) / len(rollout.logps)
+            assert float(terms.log_ratio_N[row]) == close(expected)
             if float(advantage_N[row]) != 0:
                 assert bool(terms.kept_N[row]) == any(got.gradient[i])
-            foreign_band = (0.85, 1.0) if options.cross_clip else (0.0, math.inf)
+            has_band = options.cross_clip and options.algorithm not in RIVAL_OPTIONS
+            foreign_band = (0.85, 1.0) if has_band else (0.0, math.inf)
             own = rollout.source == 0 or options.algorithm == "naive"
             band = (1 - 3e-4, 1 + 4e-4) if own else foreign_band
             assert (float(terms.lower_N[row]), float(terms.upper_N[row])) == close(band)

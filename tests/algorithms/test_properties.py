@@ -23,13 +23,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hacrl.algorithms import (
+    FTIS,
     GRPO,
     GSPO,
     HACPO,
+    LUFFY,
     Algorithm,
     CapabilityOptions,
     CapabilityTracker,
     Naive,
+    SuccessGated,
+    Swarm,
     capability_ratios,
     group_advantages,
 )
@@ -40,6 +44,7 @@ law = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 DOUBLE = torch.float64
 LONG = torch.long
+RIVALS = [Swarm(), FTIS(), SuccessGated(), LUFFY()]
 seeds = st.integers(0, 2**32 - 1)
 finite = st.floats(-5, 5, allow_nan=False, allow_subnormal=False)
 hacpo_options = st.builds(
@@ -168,7 +173,8 @@ def test_permuting_the_agents_permutes_the_results(seed: int, n: int, options: O
     new_capabilities: list[float | None] = [None] * n
     for j in range(n):
         new_capabilities[new_name[j]] = capabilities[j]
-    for algorithm in (build(options), Naive(beta=0.01), GSPO(), GRPO()):
+    # Not swarm: there the other agents take turns by their number.
+    for algorithm in (build(options), Naive(beta=0.01), GSPO(), GRPO(), FTIS(), SuccessGated(), LUFFY()):
         before = run(algorithm, rollouts, learner, capabilities, update)
         after = run(algorithm, renamed, new_name[learner], new_capabilities, update)
         assert after.value == pytest.approx(before.value, abs=1e-12)
@@ -290,7 +296,7 @@ def test_closed_band_is_refused_unless_asked_for() -> None:
     HACPO(cross_clip=False).check_schedule(9)
     HACPO(delta_step=0.0).check_schedule(10_000)
     HACPO(delta=1.0).check_schedule(1)
-    for algorithm in (GRPO(), GSPO(), Naive()):
+    for algorithm in (GRPO(), GSPO(), Naive(), *RIVALS):
         algorithm.check_schedule(10_000)
 
 
@@ -388,7 +394,7 @@ def test_groups_without_spread_have_no_advantage_and_no_gradient(
     rng = random.Random(0)
     template = random_rollouts(rng, n, 0, none_share=0, dropped_share=0)
     rollouts = [replace(r, reward=reward, prompt=q) for q in range(2) for r in template[: group * n]]
-    for algorithm in (build(replace(options, beta=0.0)), Naive(), GSPO(), GRPO()):
+    for algorithm in (build(replace(options, beta=0.0)), Naive(), GSPO(), GRPO(), *RIVALS):
         got = run(algorithm, rollouts, rollouts[0].source, capabilities[:n])
         assert (got.advantages.advantage_N == 0).all()
         assert got.value == 0
@@ -399,7 +405,7 @@ def test_groups_without_spread_have_no_advantage_and_no_gradient(
 def test_fewer_than_two_valid_rewards(rewards: list[float]) -> None:
     n = len(rewards)
     reward_N, prompt_N = torch.tensor(rewards, dtype=DOUBLE), torch.zeros(n, dtype=LONG)
-    for algorithm in (HACPO(), HACPO(cross_baseline="source"), Naive(), GSPO(), GRPO()):
+    for algorithm in (HACPO(), HACPO(cross_baseline="source"), Naive(), GSPO(), GRPO(), *RIVALS):
         got = algorithm.advantages(reward_N, prompt_N, torch.ones(n, dtype=LONG), 0, algorithm.omega([0.9, 0.1]))
         assert got.advantage_N.tolist() == [0.0] * n
 
@@ -449,7 +455,7 @@ def test_rollouts_without_a_reward_leave_no_trace(seed: int, n: int, absent: int
     if not any(rollouts[i].source == 0 for i in valid):
         return
     capabilities = random_capabilities(rng, n)
-    for algorithm in (HACPO(), HACPO(cross_baseline="source"), Naive(), GSPO(), GRPO()):
+    for algorithm in (HACPO(), HACPO(cross_baseline="source"), Naive(), GSPO(), GRPO(), *RIVALS):
         with_them = run(algorithm, rollouts, 0, capabilities)
         without = run(algorithm, [rollouts[i] for i in valid], 0, capabilities)
         assert with_them.value == without.value

@@ -24,6 +24,10 @@ WIDE = {"eps_low": 0.1, "eps_high": 0.15}
         Options("hacpo", **WIDE, alpha=3.0, ratio_unit="byte"),
         Options("hacpo", **WIDE, alpha=2.0, cross_clip=False),
         Options("hacpo", **WIDE, cross_baseline="source", cross_omega=False),
+        Options("swarm", **WIDE, share=0.6),
+        Options("ftis", **WIDE, cap=1.1, kl_max=0.1),
+        Options("success_gated", **WIDE, transfer_weight=0.7),
+        Options("luffy", **WIDE, beta=0.05),
     ],
     ids=label,
 )

@@ -8,6 +8,7 @@ import pytest
 
 import reference
 from conftest import MakeConfig
+from hacrl.algorithms import ALGORITHMS
 from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
 
@@ -93,7 +94,7 @@ def test_hacpo_trace_is_the_papers_arithmetic(
     assert seen_foreign_kept > 0
 
 
-@pytest.mark.parametrize("algorithm", ["hacpo", "gspo", "grpo", "naive"])
+@pytest.mark.parametrize("algorithm", ["hacpo", "gspo", "grpo", "naive", "swarm", "ftis", "success_gated", "luffy"])
 def test_every_valid_rollout_appears_once_per_learner_and_pass(make_config: MakeConfig, algorithm: str) -> None:
     run = run_with_trace(make_config, {"name": algorithm}, "llama-plus", "neox-pair", num_iterations=2)
     for step in (1, 2, 3):
@@ -101,7 +102,7 @@ def test_every_valid_rollout_appears_once_per_learner_and_pass(make_config: Make
         metrics = run.metrics()[step]
         trace = read_jsonl(run.step_file("trace", step))
         for learner, other in (("agent0", "agent1"), ("agent1", "agent0")):
-            used = [r for r in rollouts if algorithm in ("hacpo", "naive") or r["source"] == learner]
+            used = [r for r in rollouts if ALGORITHMS[algorithm].shares_rollouts or r["source"] == learner]
             dropped = metrics.get(f"{learner}/from_{other}/dropped", 0)
             keys = [(r["source"], r["prompt_id"], r["index"]) for r in trace if r["learner"] == learner]
             assert len(keys) == 2 * (len(used) - dropped)

@@ -52,6 +52,21 @@ def test_any_number_of_agents_under_any_algorithm(make_config: MakeConfig, algor
     assert len(read_jsonl(RunDir(result.run_dir).step_file("rollouts", 1))) == 16 * len(models)
 
 
+@pytest.mark.parametrize("algorithm", ["swarm", "ftis", "success_gated", "luffy"])
+def test_the_other_ways_to_share(make_config: MakeConfig, algorithm: str) -> None:
+    """Among two agents with one vocabulary and one with another, foreign rollouts reach the gradient."""
+    models = ["llama-plus", "neox-pair", "llama-minus"]
+    config = make_config(*models, algorithm={"name": algorithm, "beta": 0.01}, prompts_per_step=8)
+    steps = RunDir(train(config).run_dir).metrics()[1:]
+    assert all(finite(step) for step in steps)
+    ids = [agent.id for agent in config.agents]
+    for agent in ids:
+        assert all(step[f"{agent}/updates"] == (2 if algorithm == "swarm" else 6) for step in steps)
+        assert all(step[f"{agent}/logprob_gap"] < 1e-5 for step in steps)
+    for source in ids:
+        assert any(step.get(f"{agent}/from_{source}/gradient_mass", 0) > 0 for step in steps for agent in ids)
+
+
 def test_held_out_accuracy_rises_beyond_what_chance_could_do(make_config: MakeConfig) -> None:
     """The mean rise of both agents exceeds every difference between untrained accuracies on disjoint problem sets."""
     config = make_config(

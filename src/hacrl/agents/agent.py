@@ -1,6 +1,5 @@
 """One agent: a policy that samples completions and learns from its own and from others'."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,16 +133,16 @@ class Agent:
     def learn(self, lesson: Lesson) -> LearnResult:
         """One pass or more over the step's rollouts, an optimizer update for each mini-batch."""
         tokens: dict[int, list[int]] = {}
-        dropped: Counter[tuple[int, str]] = Counter()
+        dropped: dict[int, str] = {}
         for row, rollout in enumerate(lesson.rollouts):
             if self.config.mask_truncated_completions and rollout.finish_reason == "length":
-                dropped[rollout.source, "truncated"] += 1
+                dropped[row] = "truncated"
                 continue
             try:
                 own = rollout.source == self.index
                 tokens[row] = rollout.token_ids if own else self.retokenizer(rollout)
             except Dropped as reason:
-                dropped[rollout.source, str(reason)] += 1
+                dropped[row] = str(reason)
         prompts = [self.render(prompt) for prompt in lesson.prompts]
         result = self.learner.learn(lesson, prompts, tokens)
         result.dropped = dropped

@@ -1,7 +1,7 @@
 """How a learner turns rollouts into updates of its model."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,8 @@ class LearnResult:
 
     records: dict[str, np.ndarray]
     metrics: dict[str, float]
-    dropped: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """How many rollouts of which source could not be used, for which reason."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Rollouts that could not be used, by row, and why."""
 
 
 class Learner:
@@ -215,7 +215,7 @@ class LearningStep:
         if own and self._first:
             self._check_gap(notes)
         own_gradients = torch._foreach_mul(learner.weights.gradients, 1.0) if 0 < num_own < len(rows) else None
-        if learner.saves_work:
+        if learner.saves_work and not learner.algorithm.keeps_all:
             # A look at all of them, then a backward pass for those that have a gradient.
             self._add_gradients(self._kept(foreign, weight_of, notes), weight_of, notes, seen=True)
         else:
@@ -402,14 +402,16 @@ class LearningStep:
         return prompts, [self.tokens[row] for row in batch]
 
     def _old_token_logps(self, batch: list[int], mask_NT: Tensor) -> Tensor:
-        """Log-probabilities of own rollouts when sampled; zeros for the others, whose tokens may differ."""
+        """Log-probabilities when sampled; a sum spread evenly where the source's tokens are not the learner's."""
         old_NT = torch.zeros(mask_NT.shape, dtype=torch.float64)
         for n, row in enumerate(batch):
-            rollout = self.lesson.rollouts[row]
+            rollout, ids = self.lesson.rollouts[row], self.tokens[row]
             if row in self.old_logps:
-                old_NT[n, : rollout.num_tokens] = self.old_logps[row]
-            elif rollout.source == self.learner.index:
-                old_NT[n, : rollout.num_tokens] = torch.tensor(rollout.logps, dtype=torch.float64)
+                old_NT[n, : len(ids)] = self.old_logps[row]
+            elif ids[:-1] == rollout.token_ids[:-1]:  # the same tokens, up to the end of turn
+                old_NT[n, : len(ids)] = torch.tensor(rollout.logps, dtype=torch.float64)
+            else:
+                old_NT[n, : len(ids)] = rollout.logp_sum / len(ids)
         return old_NT.to(mask_NT.device)
 
     def _score_old(self) -> None:

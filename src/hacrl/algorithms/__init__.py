@@ -17,30 +17,45 @@ from hacrl.algorithms.advantage import (
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
 from hacrl.algorithms.clipping import clipped_minimum, stepwise_clip, stepwise_lower_bound
+from hacrl.algorithms.ftis import FTIS
 from hacrl.algorithms.grpo import GRPO
 from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.hacpo import HACPO
+from hacrl.algorithms.hacpo_robust import RobustHACPO
 from hacrl.algorithms.importance import exponential_ratio, k3_kl, sequence_log_ratio
+from hacrl.algorithms.luffy import LUFFY
 from hacrl.algorithms.naive import Naive
+from hacrl.algorithms.success_gated import SuccessGated
+from hacrl.algorithms.swarm import Swarm
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "hacpo": HACPO,
+    "hacpo_robust": RobustHACPO,
     "gspo": GSPO,
     "grpo": GRPO,
     "naive": Naive,
+    "swarm": Swarm,
+    "ftis": FTIS,
+    "success_gated": SuccessGated,
+    "luffy": LUFFY,
 }
 
 __all__ = [
     "ALGORITHMS",
+    "FTIS",
     "GRPO",
     "GSPO",
     "HACPO",
+    "LUFFY",
     "Advantages",
     "Algorithm",
     "CapabilityOptions",
     "CapabilityTracker",
     "Naive",
+    "RobustHACPO",
     "Sequences",
+    "SuccessGated",
+    "Swarm",
     "Terms",
     "baseline_bias",
     "capability_advantages",

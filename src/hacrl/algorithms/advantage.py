@@ -45,6 +45,10 @@ def _variance_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
     return sum_by(centred_N**2, index_N, size) / (count - 1).clamp(min=1)
 
 
+def deviation_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
+    return _variance_by(values_N, index_N, size).sqrt()
+
+
 def _range_by(values_N: Tensor, index_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
     low = torch.full((size,), torch.inf, dtype=values_N.dtype, device=values_N.device).scatter_reduce_(
         0, index_N, values_N, "amin"

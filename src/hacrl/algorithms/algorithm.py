@@ -40,7 +40,7 @@ class Sequences:
     omega_N: Tensor
     """The coefficient omega(j, k) = C_j / C_k of `Algorithm.coefficients`; 1 for own rollouts."""
     old_logp_NT: Tensor
-    """Token log-probabilities when sampled; only own rows are meaningful (tokens differ elsewhere)."""
+    """Token log-probabilities when sampled; a foreign rollout's sum spread evenly where its source has other tokens."""
 
     @property
     def logp_N(self) -> Tensor:
@@ -72,6 +72,10 @@ class Algorithm(ABC):
 
     shares_rollouts: ClassVar[bool] = False
     """Whether a learner also uses the rollouts of the others."""
+    groups_by_source: ClassVar[bool] = False
+    """Whether a rollout is compared with those of its source alone, though others are used."""
+    keeps_all: ClassVar[bool] = False
+    """Whether every foreign rollout with A other than 0 has a gradient, so that nobody need look first."""
     may_be_negative: ClassVar[frozenset[str]] = frozenset()
     """Options for which a number below 0 makes sense."""
 
@@ -112,5 +116,17 @@ class Algorithm(ABC):
         """The factor of each term in the objective of one update: one mean over all rollouts."""
         return torch.full(source_N.shape, 1 / max(len(source_N), 1), dtype=torch.float64, device=source_N.device)
 
+    def rollouts_used(self, own: int, foreign: list[int]) -> int:
+        """How many rollouts of a prompt a learner trains on, of its own and of those of each other agent."""
+        return own + sum(foreign) if self.shares_rollouts else own
+
     def check_schedule(self, updates_per_step: int) -> None:
         """Raise ValueError if the options make no sense for so many updates a step."""
+
+
+def means_by_source(source_N: Tensor, learner: int, cross_weight: float) -> Tensor:
+    """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
+    count_K = torch.bincount(source_N, minlength=learner + 1).to(torch.float64)
+    factor_K = torch.full_like(count_K, cross_weight)
+    factor_K[learner] = 1.0
+    return (factor_K / count_K.clamp(min=1))[source_N]

@@ -31,6 +31,25 @@ class CapabilityOptions:
             raise ValueError(f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}")
 
 
+def shifted(rewards_N: Tensor, reward_min: float) -> Tensor:
+    """Rewards counted from `reward_min`, as a ratio of means needs them."""
+    lowest = float(rewards_N.min()) if len(rewards_N) else reward_min
+    if lowest < reward_min:
+        raise ValueError(
+            f"a reward of {lowest:g} is below reward_min ({reward_min:g}); capability is a "
+            f"ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
+        )
+    return rewards_N - reward_min
+
+
+def performance(rewards_N: Tensor, reward_min: float, options: CapabilityOptions) -> float:
+    """P_t of one agent from its rewards of one batch."""
+    shifted_N = shifted(rewards_N, reward_min)
+    if options.metric == "positive_rate":
+        shifted_N = (shifted_N > 0).to(rewards_N)
+    return float(shifted_N.mean())
+
+
 class CapabilityTracker:
     """C_t^(k): the mean of agent k's last `window` batch performances P_t^(k)."""
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, capability_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms, means_by_source
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance, shifted
 from hacrl.algorithms.clipping import stepwise_clip, stepwise_lower_bound
+from hacrl.algorithms.foreign import own_or_foreign
 from hacrl.algorithms.gspo import gspo_terms
 from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequence_log_ratio
 
@@ -78,21 +79,8 @@ class HACPO(Algorithm):
     def tracker(self, num_agents: int) -> CapabilityTracker:
         return CapabilityTracker(num_agents, self.capability)
 
-    def _shifted(self, rewards_N: Tensor) -> Tensor:
-        """Rewards counted from `reward_min`, as a ratio of means needs them."""
-        lowest = float(rewards_N.min()) if len(rewards_N) else self.reward_min
-        if lowest < self.reward_min:
-            raise ValueError(
-                f"a reward of {lowest:g} is below reward_min ({self.reward_min:g}); capability is a "
-                f"ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
-            )
-        return rewards_N - self.reward_min
-
     def performance(self, rewards_N: Tensor) -> float:
-        shifted_N = self._shifted(rewards_N)
-        if self.capability.metric == "positive_rate":
-            shifted_N = (shifted_N > 0).to(rewards_N)
-        return float(shifted_N.mean())
+        return performance(rewards_N, self.reward_min, self.capability)
 
     def omega(self, capabilities: list[float | None]) -> Tensor:
         return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
@@ -101,7 +89,7 @@ class HACPO(Algorithm):
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
         return capability_advantages(
-            self._shifted(rewards_N),
+            shifted(rewards_N, self.reward_min),
             prompt_N,
             source_N,
             learner,
@@ -119,15 +107,7 @@ class HACPO(Algorithm):
     def terms(self, sequences: Sequences, update: int) -> Terms:
         own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
         foreign = self._foreign_terms(sequences, update)
-        own_N = sequences.own_N
-        return Terms(
-            torch.where(own_N, own.objective_N, foreign.objective_N),
-            torch.where(own_N, own.log_ratio_N, foreign.log_ratio_N),
-            torch.where(own_N, own.lower_N, foreign.lower_N),
-            torch.where(own_N, own.upper_N, foreign.upper_N),
-            torch.where(own_N, own.kept_N, foreign.kept_N),
-            torch.where(own_N, own.weight_N, foreign.weight_N),
-        )
+        return own_or_foreign(sequences.own_N, own, foreign)
 
     def _foreign_terms(self, sequences: Sequences, update: int) -> Terms:
         """clip(s, lo_u, 1) * stopgrad(clip(s, lo_u, 1))^alpha * omega(j, k) * A."""
@@ -161,7 +141,4 @@ class HACPO(Algorithm):
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
-        count_K = torch.bincount(source_N, minlength=learner + 1).to(torch.float64)
-        factor_K = torch.full_like(count_K, self.cross_weight)
-        factor_K[learner] = 1.0
-        return (factor_K / count_K.clamp(min=1))[source_N]
+        return means_by_source(source_N, learner, self.cross_weight)

@@ -11,7 +11,7 @@ import torch
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.config import RunConfig
-from hacrl.execution.memory import keep_freed_memory
+from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
@@ -24,12 +24,15 @@ THREADS = torch.get_num_threads()
 class LocalExecutor:
     """Runs what the trainer asks of the agents. `seconds` holds how long each agent took for the last call."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
+        """`on_agent` is told which agent starts (True) or ends (False) its part of a call."""
+        self.on_agent = on_agent or (lambda agent, busy: None)
         self.agents = [
             Agent(agent, index, config.algorithm, config.seed, trace=config.trace)
             for index, agent in enumerate(config.agents)
         ]
         self.seconds = [0.0] * len(self.agents)
+        self.peak_memory: list[float | None] = [None] * len(self.agents)
         keep_freed_memory()
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
         self.workers = min(len(self.agents), THREADS) if on_cpu else 1
@@ -60,11 +63,28 @@ class LocalExecutor:
         for agent in self.agents:
             agent.load(folder / "agents" / agent.config.id, folder / "state" / f"{agent.config.id}.pt")
 
+    def run_peak_memory(self) -> float:
+        peaks = [peak for peak in self.peak_memory if peak is not None]
+        if not peaks:
+            return peak_resident_gib()
+        by_device: dict[torch.device, float] = {}
+        for agent, peak in zip(self.agents, self.peak_memory, strict=True):
+            by_device[agent.device] = max(by_device.get(agent.device, 0.0), peak or 0.0)
+        return sum(by_device.values())
+
     def _each(self, work: Callable[[Agent], T]) -> list[T]:
         def timed(agent: Agent) -> T:
+            on_gpu = agent.device.type == "cuda"
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(agent.device)
+            self.on_agent(agent.config.id, True)
             start = time.perf_counter()
             result = work(agent)
             self.seconds[agent.index] = time.perf_counter() - start
+            self.on_agent(agent.config.id, False)
+            if on_gpu:
+                peak = torch.cuda.max_memory_allocated(agent.device) / 2**30
+                self.peak_memory[agent.index] = max(self.peak_memory[agent.index] or 0.0, peak)
             return result
 
         with ThreadPoolExecutor(self.workers) as pool:

@@ -1,7 +1,9 @@
-"""What the C library does with freed memory."""
+"""How much memory the process took, and what the C library does with what is freed."""
 
 import ctypes
+import resource
 import sys
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
@@ -21,3 +23,13 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, 1 << 30)
     mallopt(M_TRIM_THRESHOLD, 1 << 30)
+
+
+def peak_resident_gib() -> float:
+    """The most memory this process has had."""
+    if sys.platform.startswith("linux"):  # where getrusage would start from what the parent had
+        status = Path("/proc/self/status").read_text("ascii")
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**20
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

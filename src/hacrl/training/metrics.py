@@ -5,7 +5,9 @@ run's metrics are reproducible.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +43,7 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
     """What the clip did to the learner's own rollouts, beside what it reports itself."""
-    metrics = dict(result.metrics) | _dropped(result, learner)
+    metrics = dict(result.metrics) | _dropped(result, lesson, learner)
     records = teaching(result.records)
     if records:
         source = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
@@ -62,9 +64,9 @@ def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 
-def _dropped(result: LearnResult, source: int) -> Metrics:
+def _dropped(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     """How many rollouts of a source the learner could not use, in all and by reason."""
-    reasons = {reason: count for (j, reason), count in result.dropped.items() if j == source}
+    reasons = Counter(reason for row, reason in result.dropped.items() if lesson.rollouts[row].source == source)
     return {"dropped": sum(reasons.values()), **{f"dropped/{reason}": count for reason, count in reasons.items()}}
 
 
@@ -76,7 +78,7 @@ def gradient_mass(records: dict[str, np.ndarray], chosen: np.ndarray) -> float:
 
 def pair_metrics(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     """How a learner used the rollouts of another agent."""
-    metrics = _dropped(result, source)
+    metrics = _dropped(result, lesson, source)
     records = teaching(result.records)
     if not records:
         return metrics
@@ -87,9 +89,9 @@ def pair_metrics(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     advantage, weight = records["advantage"][chosen], records["weight"][chosen] * kept
     metrics |= {
         "ratio_mean": float(ratio.mean()),
-        "ratio_q05": float(np.quantile(ratio, 0.05)),
-        "ratio_q50": float(np.quantile(ratio, 0.50)),
-        "ratio_q95": float(np.quantile(ratio, 0.95)),
+        **{f"ratio_q{percent:02d}": float(np.quantile(ratio, percent / 100)) for percent in (5, 25, 50, 75, 95)},
+        "lower_mean": float(records["lower"][chosen].mean()),
+        "upper_mean": float(records["upper"][chosen].mean()),
         "share_below": float((ratio < records["lower"][chosen]).mean()),
         "share_above": float((ratio > records["upper"][chosen]).mean()),
         "kept": float(kept.mean()),
@@ -112,3 +114,25 @@ def baseline_metrics(advantages: Advantages) -> Metrics:
         metrics["baseline_bias_rms"] = float(np.sqrt((bias**2).mean()))
         metrics["baseline_bias_excess"] = math.copysign(math.sqrt(abs(excess)), excess)
     return metrics
+
+
+def uses(result: LearnResult, lesson: Lesson) -> dict[int, dict[str, Any]]:
+    """What each rollout, by row, was to one learner: its line in the rollout's `learners`.
+
+    Ratio and clip are those of the first update that used it; where A is 0 they are not computed.
+    """
+    lines: dict[int, dict[str, Any]] = {
+        row: {"dropped": result.dropped[row]} if row in result.dropped else {"advantage": advantage}
+        for row, advantage in enumerate(lesson.advantage_N.tolist())
+    }
+    records = {name: column.tolist() for name, column in teaching(result.records).items()}
+    for i, row in enumerate(records.get("row", [])):
+        if "ratio" not in lines[row]:
+            lines[row] |= {
+                "ratio": math.exp(records["log_ratio"][i]),
+                "lower": records["lower"][i],
+                "upper": records["upper"][i] if math.isfinite(records["upper"][i]) else None,
+                "kept": bool(records["kept"][i]),
+                "weight": records["weight"][i],
+            }
+    return lines

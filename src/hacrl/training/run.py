@@ -16,9 +16,10 @@ from hacrl.execution.local import LocalExecutor
 from hacrl.tasks import build_task
 from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir
-from hacrl.training.trainer import Trainer
+from hacrl.training.trackers import Trackers, check_trackers
+from hacrl.training.trainer import Trainer, Watcher
 
-RESUMABLE_CHANGES = {"max_steps", "eval_every", "save_every", "save_total_limit", "keep_best", "trace"}
+RESUMABLE_CHANGES = {"max_steps", "eval_every", "save_every", "save_total_limit", "keep_best", "trace", "report_to"}
 """What may be changed when a run is continued; anything else would make it another run."""
 
 
@@ -28,6 +29,21 @@ class RunResult:
     summary: dict[str, Any]
     """Start and final accuracy, rollouts, updates and tokens of each agent."""
     already_finished: bool = False
+
+
+@dataclass(frozen=True)
+class Audience:
+    """Several watchers as one."""
+
+    watchers: list[Watcher]
+
+    def on_phase(self, phase: str) -> None:
+        for watcher in self.watchers:
+            watcher.on_phase(phase)
+
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        for watcher in self.watchers:
+            watcher.on_metrics(step, metrics)
 
 
 def train(
@@ -43,6 +59,7 @@ def train(
             return RunResult(run.path, summary, already_finished=True)
     else:
         RunDir.check_free(config.output_dir)
+    check_trackers(config.report_to)
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
@@ -50,19 +67,23 @@ def train(
         resolve_model(agent.model, f"agents.{agent.id}.model")
     task, remarks = build_task(config.task, config.seed)
     with task.verifier, Progress(config, console, title) as progress:
-        executor = LocalExecutor(config)
+        executor = LocalExecutor(config, progress.on_agent)
         for agent_id in executor.without_chat_template():
             remarks.append(f"Agent {agent_id} has no chat template: string prompts are given to it as they are.")
         for remark in remarks:
             console.print(f"[yellow]note[/yellow] {remark}", highlight=False)
         executor.check_prompts([*task.train(0, config.prompts_per_step), *task.listed, *task.eval_problems])
         run = run if resume else RunDir.create(config)
-        trainer = Trainer(config, task, executor, run, progress)
-        with run.locked():
+        audience = Audience([progress])
+        trainer = Trainer(config, task, executor, run, audience)
+        with run.locked(), progress.published(run.progress_file):
             if resume:
                 trainer.resume()
                 run.write_config(config)
-            summary = trainer.train()
+                progress.recall(run.metrics())
+            with Trackers(config, run) as trackers:
+                audience.watchers.append(trackers)
+                summary = trackers.summary = trainer.train()
     return RunResult(run.path, summary)
 
 

@@ -1,14 +1,15 @@
-"""The files of one run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json."""
+"""The files of one run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json, progress.json."""
 
 import fcntl
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hacrl.config import RunConfig, read_source
 from hacrl.errors import UserError
@@ -51,11 +52,21 @@ class RunDir:
     def locked(self) -> Iterator[None]:
         """UserError if another process works on this run; the lock goes with the process, however it ends."""
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{self.path} is being trained by another process. Wait for it, or stop it.") from None
+            for _ in range(4):
+                if _lock(file, fcntl.LOCK_EX):
+                    break
+                time.sleep(0.05)  # it may be somebody who only looks, with `is_locked`
+            else:
+                raise UserError(f"{self.path} is being trained by another process. Wait for it, or stop it.")
             yield
+
+    def is_locked(self) -> bool:
+        """Whether a process trains this run now."""
+        try:
+            with (self.path / ".lock").open() as file:
+                return not _lock(file, fcntl.LOCK_SH)
+        except FileNotFoundError:
+            return False
 
     @property
     def config_file(self) -> Path:
@@ -68,6 +79,14 @@ class RunDir:
     @property
     def summary_file(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def progress_file(self) -> Path:
+        return self.path / "progress.json"
+
+    @property
+    def trackers_file(self) -> Path:
+        return self.path / "trackers.json"
 
     def step_file(self, kind: str, step: int) -> Path:
         return self.path / kind / f"step-{step:06d}.jsonl"
@@ -122,10 +141,24 @@ class RunDir:
         self.summary_file.unlink(missing_ok=True)
 
 
+def _lock(file: TextIO, kind: int) -> bool:
+    """Take the lock on an open file, without waiting."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def to_json(line: dict[str, Any]) -> str:
     """One line of JSON; a number that is not finite, which JSON has no word for, is null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

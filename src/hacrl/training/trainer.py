@@ -16,21 +16,26 @@ import torch
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Advantages
 from hacrl.config import AgentConfig, RunConfig
-from hacrl.errors import UserError
+from hacrl.errors import UserError, warn
 from hacrl.execution.executor import Executor
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import SHUFFLE, global_random_state, permutation, restore_global_random_state
 from hacrl.tasks import Task
 from hacrl.tasks.problem import Problem
 from hacrl.training import checkpoint
+from hacrl.training.health import CollaborationCheck
 from hacrl.training.metrics import (
     Metrics,
     baseline_metrics,
     learning_metrics,
     pair_metrics,
     sampling_metrics,
+    uses,
 )
 from hacrl.training.run_dir import RunDir
+
+ACCOUNTED = ("rollouts", "tokens", "tokens_trained", "updates")
+"""What a result has cost, besides time and memory."""
 
 
 class Watcher(Protocol):
@@ -51,9 +56,12 @@ class Trainer:
         """How many problems of the training stream have been taken."""
         self.totals: list[Counter[str]] = [Counter() for _ in self.ids]
         """Rollouts, tokens and updates of each agent so far."""
+        self.times = [{"sample_seconds": 0.0, "learn_seconds": 0.0} for _ in self.ids]
+        """Seconds each agent sampled and learned."""
         self.accuracy: list[dict[int, float]] = [{} for _ in self.ids]
         """Held-out accuracy of each agent by step."""
         self.seconds = 0.0
+        self.check = CollaborationCheck(self.ids)
 
     # --- the run -----------------------------------------------------------------------------------
 
@@ -69,7 +77,10 @@ class Trainer:
                 metrics |= self.evaluate()
             metrics["step_time"] = time.perf_counter() - start
             self.seconds += metrics["step_time"]
+            metrics["time/elapsed"] = self.seconds
             self._log({"step": self.step, **metrics})
+            for warning in self.check.warnings(metrics):
+                warn(f"Step {self.step}: {warning}")
             if self._due(self.config.save_every) or (due and self.config.keep_best and self.step == self._best_step()):
                 self.save()
         summary = self.summary()
@@ -99,6 +110,7 @@ class Trainer:
 
         for k, agent_id in enumerate(self.ids):
             self._count(k, rollouts[k], results[k])
+            self.times[k]["learn_seconds"] += learn_seconds[k]
             agent_metrics: dict[str, Any] = {
                 **sampling_metrics(rollouts[k]),
                 **learning_metrics(results[k], lessons[k], k),
@@ -117,6 +129,7 @@ class Trainer:
                         pair["omega_baseline"] = float(omega_KK[k, j])
                         agent_metrics |= {f"from_{source_id}/{name}": value for name, value in pair.items()}
             metrics |= {f"{agent_id}/{name}": value for name, value in agent_metrics.items()}
+        self._write_rollouts(rollouts, lessons, results)
         if self.config.trace:
             lines = [line for k in range(len(self.ids)) for line in self._trace(k, lessons[k], results[k])]
             self.run.write_step("trace", self.step, lines)
@@ -171,12 +184,14 @@ class Trainer:
         for k, own in enumerate(sampled):
             self.totals[k]["rollouts"] += len(own)
             self.totals[k]["tokens"] += sum(rollout.num_tokens for rollout in own)
+            self.times[k]["sample_seconds"] += float(seconds[k])
             metrics[f"{self.ids[k]}/time/sample"] = float(seconds[k])
+            tokens = sum(rollout.num_tokens for rollout in own)
+            metrics[f"{self.ids[k]}/time/tokens_per_second"] = tokens / max(float(seconds[k]), 1e-9)
         metrics["time/verify"] = verify_seconds
         if self.config.dynamic_sampling:
             metrics["prompts_discarded"] = discarded
-        lines = [rollout.record(self.ids[k]) for k, own in enumerate(rollouts) for rollout in own]
-        self.run.write_step("rollouts", self.step, lines)
+        self._write_rollouts(rollouts)  # before anything can go wrong with them
         return [problem for problem, _ in chosen], rollouts, metrics
 
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> None:
@@ -237,8 +252,26 @@ class Trainer:
         self.totals[k]["updates"] += int(result.metrics["updates"])
         self.totals[k]["tokens_trained"] += int(result.metrics["tokens_trained"])
         self.totals[k]["unverified"] += sum(rollout.reward is None for rollout in rollouts)
-        self.totals[k]["dropped"] += sum(result.dropped.values())
+        self.totals[k]["dropped"] += len(result.dropped)
         self.totals[k]["nonfinite_updates"] += int(result.metrics["nonfinite_updates"])
+
+    def _write_rollouts(
+        self,
+        rollouts: Sequence[Sequence[Rollout]],
+        lessons: Sequence[Lesson] = (),
+        results: Sequence[LearnResult] = (),
+    ) -> None:
+        """One line for every rollout; after learning, with what it was to each learner."""
+        learners: dict[int, dict[str, Any]] = {id(rollout): {} for own in rollouts for rollout in own}
+        for learner, lesson, result in zip(self.ids, lessons, results, strict=False):
+            for row, use in uses(result, lesson).items():
+                learners[id(lesson.rollouts[row])][learner] = use
+        lines = []
+        for k, own in enumerate(rollouts):
+            for rollout in own:
+                use = {"learners": learners[id(rollout)]} if lessons else {}
+                lines.append({**rollout.record(self.ids[k]), **use})
+        self.run.write_step("rollouts", self.step, lines)
 
     def _trace(self, k: int, lesson: Lesson, result: LearnResult) -> list[dict[str, Any]]:
         """One line for every rollout the learner used in each update."""
@@ -313,6 +346,7 @@ class Trainer:
             "position": self.position,
             "capability": self.tracker.state_dict(),
             "totals": self.totals,
+            "times": self.times,
             "accuracy": [list(own.items()) for own in self.accuracy],
             "seconds": self.seconds,
             "random": global_random_state(),
@@ -322,6 +356,7 @@ class Trainer:
         self.step, self.position, self.seconds = state["step"], state["position"], state["seconds"]
         self.tracker.load_state_dict(state["capability"])
         self.totals = [Counter(own) for own in state["totals"]]
+        self.times = state["times"]
         self.accuracy = [dict(own) for own in state["accuracy"]]
         restore_global_random_state(state["random"])
 
@@ -334,12 +369,15 @@ class Trainer:
                 "start_accuracy": self.accuracy[k][steps[0]] if steps else None,
                 "final_accuracy": self.accuracy[k][steps[-1]] if steps else None,
                 **self.totals[k],
+                **self.times[k],
+                "peak_memory_gib": self.executor.peak_memory[k],
             }
         return {
             "algorithm": self.algorithm.name,
             "steps": self.step,
             "seconds": self.seconds,
-            "rollouts": sum(own["rollouts"] for own in self.totals),
+            **{name: sum(own[name] for own in self.totals) for name in ACCOUNTED},
+            "peak_memory_gib": self.executor.run_peak_memory(),
             "best_step": self._best_step(),
             "agents": agents,
         }

@@ -1,0 +1,109 @@
+"""Robust HACPO: GSPO on own rollouts, and what others got right.
+
+A foreign rollout teaches where it is better than what the learner itself does on that prompt:
+
+    A = max(R - mean own reward, 0) / (sigma + 1e-6)        sigma of the rewards of learner and source on the prompt
+    w = min(s, 1) * min(omega(j, k), 1)                     constant: no gradient goes through it
+    term = w * A * log s
+
+There is no band: a right answer far from what the learner would say counts less, by s, but is never thrown away;
+a wrong one of somebody else is never used. Weights are at most 1. The own part is GSPO's to the bit, and a source's
+terms depend on that source and the learner alone, so an agent without right answers adds exactly nothing. Theory:
+docs/algorithm.md, section 18.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import (
+    EDGE,
+    SIGMA_EPSILON,
+    Advantages,
+    deviation_by,
+    group_advantages,
+    mean_by,
+    sum_by,
+)
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms, means_by_source
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance
+from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
+from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.importance import sequence_log_ratio
+
+
+@dataclass(frozen=True)
+class RobustHACPO(Algorithm):
+    shares_rollouts: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+    may_be_negative: ClassVar[frozenset[str]] = frozenset({"reward_min"})
+
+    name: Literal["hacpo_robust"] = "hacpo_robust"
+    cross_weight: float = 1.0
+    """Weight of each source's mean beside the own mean."""
+    foreign: Literal["right", "all"] = "right"
+    """`all` also uses foreign rollouts worse than the learner's own: an ablation."""
+    truncate: bool = True
+    """False gives every right answer the weight 1 whatever its s: an ablation."""
+    cross_omega: bool = True
+    """False does not discount sources less able than the learner: an ablation."""
+    ratio_unit: Literal["learner", "token"] = "learner"
+    """Both log-probabilities over the learner's token count, or, as published, each over its own: an ablation."""
+    epsilon: float = 3.0e-4
+    epsilon_high: float = 4.0e-4
+    reward_min: float = 0.0
+    """The smallest possible reward; capability is counted from it."""
+    capability: CapabilityOptions = field(default_factory=CapabilityOptions)
+
+    def tracker(self, num_agents: int) -> CapabilityTracker:
+        return CapabilityTracker(num_agents, self.capability)
+
+    def performance(self, rewards_N: Tensor) -> float:
+        return performance(rewards_N, self.reward_min, self.capability)
+
+    def omega(self, capabilities: list[float | None]) -> Tensor:
+        return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        """Own ones as in GSPO; 0 for foreign ones where the learner has no reward of its own to compare with."""
+        P = int(prompt_N.max()) + 1 if len(prompt_N) else 0
+        own_N = source_N == learner
+        own = group_advantages(rewards_N[own_N], prompt_N[own_N])
+        advantage_N = torch.zeros_like(rewards_N)
+        advantage_N[own_N] = own.advantage_N
+        own_mean_P = mean_by(rewards_N[own_N], prompt_N[own_N], P)
+        has_own_P = sum_by(own_N.to(rewards_N), prompt_N, P) > 0
+        baseline_N = own_mean_P[prompt_N]
+        for source in range(len(omega_KK)):
+            if source == learner:
+                continue
+            of_pair_N = own_N | (source_N == source)
+            sigma_P = deviation_by(rewards_N[of_pair_N], prompt_N[of_pair_N], P)
+            better_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON) * has_own_P[prompt_N]
+            better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal but for rounding
+            if self.foreign == "right":
+                better_N = better_N.clamp(min=0)
+            advantage_N = torch.where(source_N == source, better_N, advantage_N)
+        return Advantages(advantage_N, baseline_N)
+
+    def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
+        """min(C_j / C_k, 1): a source less able than the learner counts for less, a more able one not for more."""
+        if not self.cross_omega:
+            return super().coefficients(source_N, learner, omega_KK)
+        return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner].clamp(max=1.0))
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        length_N = sequences.length_N
+        old_length_N = length_N if self.ratio_unit == "learner" else sequences.old_length_N
+        log_ratio_N = sequence_log_ratio(sequences.logp_N.detach(), length_N, sequences.old_logp_N, old_length_N)
+        weight_N = sequences.omega_N * (log_ratio_N.exp().clamp(max=1.0) if self.truncate else 1.0)
+        foreign = unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, log_ratio_N)
+        return own_or_foreign(sequences.own_N, own, foreign)
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        return means_by_source(source_N, learner, self.cross_weight)

@@ -1,0 +1,58 @@
+"""LUFFY (arXiv 2504.14945): right foreign rollouts as demonstrations in the learner's group.
+
+A prompt's group is the learner's own rollouts and the right ones of the others. A foreign token counts with
+f(pi) = pi / (pi + gamma), pi being its probability under the learner: against the plain probability, unlikely
+tokens get more of the gradient. No clip there; own rollouts are treated as in GSPO. As we read it: the paper's
+demonstrations are all right; here that is a reward above the mean of everybody's on the prompt, and the
+demonstrations enter as a mean over each source's rollouts beside the own mean.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.foreign import mean_of_each_source, mean_over_tokens, own_or_foreign, unbounded
+from hacrl.algorithms.gspo import gspo_terms
+
+
+@dataclass(frozen=True)
+class LUFFY(Algorithm):
+    shares_rollouts: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+
+    name: Literal["luffy"] = "luffy"
+    epsilon: float = 3.0e-4
+    epsilon_high: float = 4.0e-4
+    gamma: float = 0.1
+    """Of the shaping f(pi) = pi / (pi + gamma)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma == 0:
+            raise ValueError("gamma must be above 0: with 0 nothing foreign is learned")
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        """A in the group of own rollouts and right foreign ones; 0 for wrong foreign ones."""
+        everybodys = group_advantages(rewards_N, prompt_N)
+        used_N = (source_N == learner) | (everybodys.advantage_N > EDGE)
+        group = group_advantages(rewards_N[used_N], prompt_N[used_N])
+        advantage_N, baseline_N = torch.zeros_like(rewards_N), everybodys.baseline_N.clone()
+        advantage_N[used_N], baseline_N[used_N] = group.advantage_N, group.baseline_N
+        return Advantages(advantage_N, baseline_N)
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        shaped_NT = torch.sigmoid(sequences.logp_NT - math.log(self.gamma))  # pi / (pi + gamma)
+        weight_N = mean_over_tokens(shaped_NT, sequences.mask_NT)
+        foreign = unbounded(weight_N, sequences.advantage_N, own.log_ratio_N)
+        return own_or_foreign(sequences.own_N, own, foreign)
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        return mean_of_each_source(source_N)

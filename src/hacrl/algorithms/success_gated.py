@@ -1,0 +1,55 @@
+"""Success-gated transfer (Mutual RL, arXiv 2605.07244): GSPO, and others' successes where the learner has none.
+
+A rollout is a success if its reward is above the mean of everybody's rewards on that prompt. On prompts
+where the learner has no success of its own, those of the others are learned without importance correction;
+all other foreign rollouts are not used. As we read it: the advantage of what is transferred is the one in
+the group of all agents, and the transfer is a mean over each source's rollouts beside the own mean.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages, sum_by
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.foreign import as_if_on_policy, mean_of_each_source, own_or_foreign, unbounded
+from hacrl.algorithms.gspo import gspo_terms
+
+
+@dataclass(frozen=True)
+class SuccessGated(Algorithm):
+    shares_rollouts: ClassVar[bool] = True
+    groups_by_source: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+
+    name: Literal["success_gated"] = "success_gated"
+    epsilon: float = 3.0e-4
+    epsilon_high: float = 4.0e-4
+    transfer_weight: float = 1.0
+    """Weight of the transferred successes beside the own mean."""
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        """Own rollouts: A in the own group. Transferred ones: A in the group of all agents. Others: 0."""
+        own = group_advantages(rewards_N, prompt_N * len(omega_KK) + source_N)
+        pooled = group_advantages(rewards_N, prompt_N)
+        own_N, success_N = source_N == learner, pooled.advantage_N > EDGE
+        size = int(prompt_N.max()) + 1 if len(prompt_N) else 0
+        solved_P = sum_by((own_N & success_N).to(rewards_N), prompt_N, size) > 0
+        transferred_N = success_N & ~solved_P[prompt_N]
+        return Advantages(
+            torch.where(own_N, own.advantage_N, pooled.advantage_N * transferred_N),
+            torch.where(own_N, own.baseline_N, pooled.baseline_N),
+        )
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        weight_N = self.transfer_weight * as_if_on_policy(sequences)
+        foreign = unbounded(weight_N, sequences.advantage_N, own.log_ratio_N)
+        return own_or_foreign(sequences.own_N, own, foreign)
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        return mean_of_each_source(source_N)

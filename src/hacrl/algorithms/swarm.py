@@ -1,0 +1,78 @@
+"""Swarm sampling (SAPO of Gensyn, arXiv 2509.08721): whole foreign groups in place of own ones.
+
+For a set share of the prompts the learner trains on another agent's group instead of its own, the other
+agents taking turns, so that it trains on as many rollouts as GSPO does. It treats them as its own: each
+group has its own mean and standard deviation, and there is no importance correction. Own groups are
+treated as in GSPO. As we read it: the paper lets each node choose what to take; here the choice follows
+from the position of the prompt in the batch, which is random already.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import Advantages, group_advantages
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
+from hacrl.algorithms.gspo import gspo_terms
+
+
+@dataclass(frozen=True)
+class Swarm(Algorithm):
+    shares_rollouts: ClassVar[bool] = True
+    groups_by_source: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+
+    name: Literal["swarm"] = "swarm"
+    epsilon: float = 3.0e-4
+    epsilon_high: float = 4.0e-4
+    share: float = 0.5
+    """Of the prompts, on which a foreign group takes the place of the own one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share > 1:
+            raise ValueError(f"share must lie in [0, 1], but is {self.share}")
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        """A within the group of one prompt and source; 0 for groups that are not used."""
+        K = len(omega_KK)
+        groups = group_advantages(rewards_N, prompt_N * K + source_N)
+        used_N = source_N == self._chosen(prompt_N, source_N, learner, K)
+        return Advantages(groups.advantage_N * used_N, groups.baseline_N)
+
+    def _chosen(self, prompt_N: Tensor, source_N: Tensor, learner: int, num_agents: int) -> Tensor:
+        """Whose group is used for the prompt of each rollout; the learner's where the one in turn has none."""
+        others = [j for j in range(num_agents) if j != learner]
+        if not others:
+            return torch.full_like(source_N, learner)
+        # The small number keeps 10 x 0.1 from falling short of 1.
+        before_N = (prompt_N.double() * self.share + 1e-9).floor().long()
+        foreign_N = ((prompt_N.double() + 1) * self.share + 1e-9).floor().long() > before_N
+        turn_N = torch.tensor(others, device=source_N.device)[before_N % len(others)]
+        chosen_N = torch.where(foreign_N, turn_N, learner)
+        there = prompt_N[source_N == chosen_N]
+        return torch.where(torch.isin(prompt_N, there), chosen_N, learner)
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        foreign = unbounded(as_if_on_policy(sequences), sequences.advantage_N, own.log_ratio_N)
+        return own_or_foreign(sequences.own_N, own, foreign)
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        """1 / the number of rollouts used, which is exact where all groups have the same size."""
+        count_K = torch.bincount(source_N, minlength=learner + 1)
+        own = int(count_K[learner])
+        foreign = [int(count) for j, count in enumerate(count_K) if j != learner and count]
+        used = self._mixed(own, foreign)
+        return torch.full(source_N.shape, 1 / max(used, 1.0), dtype=torch.float64, device=source_N.device)
+
+    def rollouts_used(self, own: int, foreign: list[int]) -> int:
+        return round(self._mixed(own, foreign))
+
+    def _mixed(self, own: int, foreign: list[int]) -> float:
+        return (1 - self.share) * own + self.share * sum(foreign) / len(foreign) if foreign else float(own)

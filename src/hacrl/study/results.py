@@ -1,0 +1,339 @@
+"""What came out of a study: study.json, and the tables at its end."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hacrl.study.grid import Run, Study
+from hacrl.study.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
+from hacrl.training.progress import duration
+from hacrl.training.run_dir import write_atomically
+
+ALL = "all"
+"""In place of an agent: the mean over the pair's agents."""
+OF_AN_AGENT = (
+    "rollouts",
+    "tokens",
+    "tokens_trained",
+    "updates",
+    "sample_seconds",
+    "learn_seconds",
+    "peak_memory_gib",
+)
+OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "peak_memory_gib")
+NO_SCIPY = "Intervals need scipy: pip install 'hacrl[report]', then call the same study again; its runs are kept."
+
+
+# --- study.json ----------------------------------------------------------------------------------------------------
+
+
+def collect(study: Study, running: dict[str, str], errors: dict[str, str]) -> dict[str, Any]:
+    """Everything that is known: runs, results and accounting of agents, comparisons with the baseline.
+
+    `running` and `errors` are by name of the run; a run in neither is done, or waits.
+    """
+    summaries = {run.name: run.summary for run in study.runs}
+    agents = [
+        agent_row(study, pair, variant, agent, summaries)
+        for pair in study.pairs
+        for variant in study.variants
+        for agent in agent_ids(study, pair, variant)
+    ]
+    return {
+        "name": study.config.name,
+        "title": study.config.title,
+        "metric": "final_accuracy",
+        "interval": study.config.interval,
+        "baseline": study.baseline,
+        "pairs": study.pairs,
+        "variants": study.variants,
+        "seeds": study.config.seeds,
+        "runs": [run_row(study, run, summaries[run.name], running, errors) for run in study.runs],
+        "agents": agents,
+        "accounting": [
+            {
+                "pair": pair,
+                "variant": variant,
+                **{
+                    key: mean([total(summary, key) for summary in done(study, pair, variant, summaries).values()])
+                    for key in OF_A_RUN
+                },
+            }
+            for pair in study.pairs
+            for variant in study.variants
+        ],
+        "comparisons": compare(study, agents),
+    }
+
+
+def write_results(study: Study, results: dict[str, Any]) -> None:
+    write_atomically(
+        study.folder / "study.json", json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
+
+
+def run_row(
+    study: Study, run: Run, summary: dict[str, Any] | None, running: dict[str, str], errors: dict[str, str]
+) -> dict[str, Any]:
+    status = "done" if summary else "failed" if run.name in errors else running.get(run.name, "waiting")
+    return {
+        "pair": run.pair,
+        "variant": run.variant,
+        "seed": run.seed,
+        "dir": run.folder.path.relative_to(study.folder).as_posix(),
+        "status": status,
+        "error": errors.get(run.name) if status == "failed" else None,
+        "summary": summary,
+    }
+
+
+def agent_ids(study: Study, pair: str, variant: str) -> list[str]:
+    return [agent.id for agent in study.group(pair, variant)[0].config.agents]
+
+
+Summaries = dict[str, dict[str, Any] | None]
+
+
+def done(study: Study, pair: str, variant: str, summaries: Summaries) -> dict[int, dict[str, Any]]:
+    """Summaries by seed."""
+    found = {run.seed: summaries[run.name] for run in study.group(pair, variant)}
+    return {seed: summary for seed, summary in found.items() if summary is not None}
+
+
+def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summaries) -> dict[str, Any]:
+    own = {seed: summary["agents"][agent] for seed, summary in done(study, pair, variant, summaries).items()}
+    judged = {seed: row for seed, row in own.items() if row["final_accuracy"] is not None}
+    values = {str(seed): row["final_accuracy"] for seed, row in judged.items()}
+    low, high = interval(study, list(values.values()))
+    return {
+        "pair": pair,
+        "variant": variant,
+        "agent": agent,
+        "start": mean([row["start_accuracy"] for row in judged.values()]),
+        "values": values,
+        "mean": mean(list(values.values())),
+        "low": low,
+        "high": high,
+        "accounting": {key: mean([row.get(key) for row in own.values()]) for key in OF_AN_AGENT},
+    }
+
+
+def total(summary: dict[str, Any], key: str) -> float | None:
+    """Of a run; what its summary does not say in one number is the sum over its agents."""
+    if key in summary or key == "peak_memory_gib":
+        return summary.get(key)
+    parts = [agent.get(key) for agent in summary["agents"].values()]
+    return None if None in parts else sum(parts)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def has_scipy() -> bool:
+    return importlib.util.find_spec("scipy") is not None
+
+
+def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float | None]:
+    if len(values) < 2 or not has_scipy():
+        return None, None
+    return (bootstrap_interval if study.config.interval == "bootstrap" else t_interval)(values)
+
+
+def compare(study: Study, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every variant with the baseline, by agent and for the pair, seed by seed; Holm's correction over all of it."""
+    values = {(row["pair"], row["variant"], row["agent"]): row["values"] for row in agents}
+    for pair in study.pairs:
+        for variant in study.variants:
+            own = [values[pair, variant, agent] for agent in agent_ids(study, pair, variant)]
+            common = [seed for seed in own[0] if all(seed in others for others in own)]
+            values[pair, variant, ALL] = {seed: float(np.mean([agent[seed] for agent in own])) for seed in common}
+    rows = []
+    for pair in study.pairs:
+        of_baseline = agent_ids(study, pair, study.baseline)
+        for variant in study.variants:
+            ids = agent_ids(study, pair, variant)
+            shared = [agent for agent in ids if agent in of_baseline]
+            for agent in [*shared, *([ALL] if ids == of_baseline and len(ids) > 1 else [])]:
+                if variant != study.baseline:
+                    own, base = values[pair, variant, agent], values[pair, study.baseline, agent]
+                    differences = [own[seed] - base[seed] for seed in own if seed in base]
+                    where = {"pair": pair, "agent": agent, "variant": variant, "baseline": study.baseline}
+                    rows.append({**where, **comparison(study, differences)})
+    for row, p_holm in zip(rows, holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = p_holm
+    return rows
+
+
+def comparison(study: Study, differences: list[float]) -> dict[str, Any]:
+    """Of paired differences, one for each seed."""
+    count = len(differences)
+    low, high = interval(study, differences)
+    notes = {
+        0: "no seed is done in both: nothing to compare",
+        1: "one seed only: no interval and no test, the difference may be chance",
+        2: "two seeds only: the interval is of little use and p cannot be below 0.5",
+    }
+    return {
+        "seeds": count,
+        "difference": mean(differences),
+        "low": low,
+        "high": high,
+        "p": sign_flip_p(differences) if count > 1 else None,
+        "p_holm": None,
+        "effect": effect_size(differences),
+        "wins": sum(difference > 0 for difference in differences),
+        "losses": sum(difference < 0 for difference in differences),
+        "note": notes.get(count),
+    }
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+
+def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left")
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def print_results(console: Console, results: dict[str, Any]) -> None:
+    compared = {(row["pair"], row["agent"], row["variant"]): row for row in results["comparisons"]}
+    for pair in results["pairs"]:
+        title = (
+            f"{results['title'] or results['name']}, {pair}: accuracy on held-out problems, 95 % intervals over seeds"
+        )
+        columns = ("seeds", "start", "final", f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
+        table = new_table(title, ("agent", "variant"), columns)
+        rows = [row for row in results["agents"] if row["pair"] == pair]
+        for agent in dict.fromkeys(row["agent"] for row in rows):
+            for row in rows:
+                if row["agent"] == agent:
+                    cells = (str(len(row["values"])), number(row["start"]), spread(row, "mean"))
+                    table.add_row(
+                        agent, row["variant"], *cells, *difference(compared.get((pair, agent, row["variant"])))
+                    )
+            table.add_section()
+        for variant in results["variants"]:
+            if (pair, ALL, variant) in compared:
+                row = compared[pair, ALL, variant]
+                table.add_row("all: mean", variant, str(row["seeds"]), "", "", *difference(row))
+        console.print(table)
+    for remark in remarks(results):
+        console.print(Text(remark), soft_wrap=True)
+    print_accounting(console, results)
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def spread(row: dict[str, Any], key: str, scale: float = 1, form: str = ".3f") -> str:
+    if row[key] is None:
+        return "–"
+    text = f"{scale * row[key]:{form}}"
+    return text if row["low"] is None else f"{text} [{scale * row['low']:{form}}, {scale * row['high']:{form}}]"
+
+
+def difference(row: dict[str, Any] | None) -> tuple[str, str, str, str]:
+    if row is None:
+        return "", "", "", ""
+    ahead = f"{row['wins']} of {row['seeds']}" if row["seeds"] else "–"
+    effect = "–" if row["effect"] is None else f"{row['effect']:+.1f}"
+    return spread(row, "difference", 100, "+.1f"), number(row["p_holm"]), effect, ahead
+
+
+def remarks(results: dict[str, Any]) -> list[str]:
+    """How far the table can be trusted."""
+    found = ["Differences are in points, seed by seed; p is an exact sign-flip test, corrected by Holm over the table."]
+    counts = {row["seeds"] for row in results["comparisons"] if row["seeds"] > 1}
+    if counts and min(counts) < 6:
+        fewest = min(counts)
+        found.append(
+            f"With {fewest} seeds p cannot be below {2 / 2**fewest:g}, whatever the difference; six give 0.03."
+        )
+    found += sorted({f"Note: {row['note']}." for row in results["comparisons"] if row["note"]})
+    if not has_scipy():
+        found.append(NO_SCIPY)
+    return found
+
+
+def print_accounting(console: Console, results: dict[str, Any]) -> None:
+    """What each result cost: neither equal rollouts nor equal updates go without saying."""
+    columns = ("rollouts", "tokens sampled", "tokens trained", "updates", "seconds", "peak memory (GiB)")
+    table = new_table("What it cost: one run, mean over seeds", ("pair", "variant", "agent"), columns)
+    for whole in results["accounting"]:
+        for row in results["agents"]:
+            if (row["pair"], row["variant"]) == (whole["pair"], whole["variant"]):
+                own = row["accounting"]
+                parts = [own["sample_seconds"], own["learn_seconds"]]
+                seconds = None if None in parts else sum(parts)
+                table.add_row(row["pair"], row["variant"], row["agent"], *costs({**own, "seconds": seconds}))
+        table.add_row(whole["pair"], whole["variant"], "the run", *costs(whole))
+        table.add_section()
+    console.print(table)
+    console.print(
+        "Seconds of an agent are for sampling and learning; of the run, all of its training on the wall clock, while "
+        "other runs may have shared the machine. Memory of an agent is that of a GPU.",
+        highlight=False,
+    )
+
+
+def costs(row: dict[str, Any]) -> list[str]:
+    counts = [row[key] for key in ("rollouts", "tokens", "tokens_trained", "updates", "seconds")]
+    cells = ["–" if count is None else f"{count:,.0f}" for count in counts]
+    return [*cells, "–" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.2f}"]
+
+
+def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
+    """The grid, what each of its runs will cost, and what is done."""
+    columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
+    table = new_table(study.config.title or study.config.name, ("pair", "variant", "learner"), columns)
+    for pair in study.pairs:
+        for variant in study.variants:
+            runs = study.group(pair, variant)
+            finished = sum(run.summary is not None for run in runs)
+            first = runs[0]
+            counts = (f"{len(runs)}", f"{finished}", f"{first.config.max_steps * first.config.rollouts_per_step:,}")
+            for position, agent in enumerate(first.updates):
+                shown = (pair, variant, agent, *counts) if position == 0 else ("", "", agent, "", "", "")
+                table.add_row(*shown, f"{first.rollouts_used[agent]:,}", f"{first.updates[agent]:,}")
+        table.add_section()
+    console.print(table)
+    missing = sum(run.summary is None for run in study.runs)
+    console.print(
+        Text(
+            f"{len(study.runs)} runs, {missing} to do; {jobs} at once, threads of each: {threads}. "
+            f"Baseline: {study.baseline}. Folder: {study.folder}"
+        ),
+        soft_wrap=True,
+    )
+
+
+def print_end(console: Console, study: Study, results: dict[str, Any]) -> None:
+    """What failed, how long it took, and what to do next."""
+    failed = [row for row in results["runs"] if row["status"] == "failed"]
+    finished = [row["summary"] for row in results["runs"] if row["status"] == "done"]
+    seconds = sum(summary["seconds"] for summary in finished)
+    lines = [
+        f"{len(finished)} of {len(results['runs'])} runs done, {duration(seconds)} of training. Files: {study.folder}"
+    ]
+    for row in failed:
+        log = study.folder / "logs" / row["pair"] / row["variant"] / f"seed-{row['seed']}.log"
+        lines.append(f"Failed: {row['pair']}/{row['variant']}/seed-{row['seed']}, see {log}")
+    if failed:
+        lines.append(f"Try the failed ones again with: hacrl study {study.folder}")
+    elif has_scipy():
+        lines.append(f"Look at it with: hacrl report {study.folder}")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

@@ -1,0 +1,321 @@
+"""Runs the runs of a study, several at once, each in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from hacrl.errors import UserError
+from hacrl.study.grid import Run, Study, StudyConfig
+from hacrl.study.results import collect, write_results
+from hacrl.training.progress import duration
+from hacrl.training.run_dir import RunDir, write_atomically
+
+RUNS_PER_GPU = 4
+GRACE = 10.0
+"""Seconds that an interrupted run has to end by itself."""
+LAST_LINES = 8
+TAIL = 1 << 16
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where runs go."""
+
+    jobs: int
+    """Runs at once."""
+    threads: int
+    """Of each run."""
+    gpus: list[str]
+    """As CUDA_VISIBLE_DEVICES names them; each run sees one of them, job after job. Empty: all see what there is."""
+
+
+@dataclass
+class Child:
+    run: Run
+    process: subprocess.Popen[bytes]
+    job: int
+    log: Path
+    log_start: int
+    """Where in the log this attempt begins."""
+    start: float
+    first_step: int
+
+    def last_lines(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_start, self.log.stat().st_size - TAIL))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+        return "\n".join([line for line in lines if line.strip()][-LAST_LINES:])
+
+
+# --- before --------------------------------------------------------------------------------------------------------
+
+
+def choose_places(study: Study, jobs: int | None) -> Places:
+    """As many runs at once as fit, and the same number of threads for each, however many run at once."""
+    devices = {agent.device for run in study.runs for agent in run.config.agents}
+    gpus = visible_gpus() if devices != {"cpu"} else []
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    wanted = jobs or study.config.jobs
+    if not gpus:
+        threads = study.config.threads or max(cores // len(study.runs), 1)
+        return Places(wanted or max(cores // threads, 1), threads, [])
+    if any(device.startswith("cuda:") for device in devices):  # the study says itself who goes where
+        return Places(wanted or 1, study.config.threads or cores, [])
+    most = wanted or RUNS_PER_GPU * len(gpus)
+    return Places(most, study.config.threads or max(cores // most, 1), gpus)
+
+
+def visible_gpus() -> list[str]:
+    import torch
+
+    if not torch.cuda.device_count():
+        return []
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(index) for index in range(torch.cuda.device_count())]
+
+
+def with_earlier_threads(config: StudyConfig) -> StudyConfig:
+    """A study that is continued keeps its number of threads; UserError if the folder belongs to something else."""
+    folder = config.folder
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output_dir: {folder} is a file. Choose another --output-dir.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return config
+    if not (folder / "study.yaml").is_file():
+        raise UserError(f"output_dir: {folder} is not empty and not a study. Choose another --output-dir.")
+    earlier = StudyConfig.load(folder)
+    if earlier.name != config.name:
+        raise UserError(f"{folder} holds the study {earlier.name}, not {config.name}. Choose another --output-dir.")
+    if config.threads is None:
+        return config.model_copy(update={"threads": earlier.threads})
+    if earlier.threads != config.threads and any(folder.glob("runs/*/*/*/config.yaml")):
+        raise UserError(
+            f"{folder} was started with threads={earlier.threads}. Results belong to one number of threads: "
+            "leave it so, or choose another --output-dir."
+        )
+    return config
+
+
+def check_unchanged(study: Study) -> None:
+    """UserError if a run that was started is not in the grid, or there with other settings."""
+    grid = {run.folder.path: run for run in study.runs}
+    for file in sorted(study.folder.glob("runs/*/*/*/config.yaml")):
+        place = f"{study.folder} was made by another study"
+        advice = "A grid can grow, but runs that were started stay as they are. Choose another --output-dir."
+        run = grid.get(file.parent)
+        if run is None:
+            raise UserError(f"{place}: the run {file.parent.relative_to(study.folder / 'runs')} is not in it. {advice}")
+        old, new = run.folder.config().model_dump(mode="json"), run.config.model_dump(mode="json")
+        changed = [name for name in new if name != "output_dir" and new[name] != old[name]]
+        if changed:
+            raise UserError(f"{place}: {run.name} was started with another {', '.join(changed)}. {advice}")
+
+
+# --- the runs ------------------------------------------------------------------------------------------------------
+
+
+def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
+    """All runs that are not done yet. Returns the results; KeyboardInterrupt after the children have ended."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    with RunDir(study.folder).locked():
+        check_unchanged(study)
+        config = study.config.model_copy(update={"threads": places.threads})
+        write_atomically(study.folder / "study.yaml", config.to_yaml())
+        runner = Runner(study, places, console)
+        try:
+            with runner.view:
+                runner.go()
+        finally:
+            runner.stop()
+            results = collect(study, {}, runner.errors)
+            write_results(study, results)
+    return results
+
+
+class Runner:
+    def __init__(self, study: Study, places: Places, console: Console) -> None:
+        self.study, self.places = study, places
+        self.waiting = [run for run in study.runs if run.summary is None]
+        self.children: list[Child] = []
+        self.errors: dict[str, str] = {}
+        """The last lines of what failed, by the name of the run."""
+        self.view = View(study, console, len(study.runs) - len(self.waiting))
+        self.busy = 0.0
+        """Seconds of runs that ended since the study was called, and what they did."""
+        self.work = 0.0
+
+    def go(self) -> None:
+        self.write()
+        while self.waiting or self.children:
+            while self.waiting and len(self.children) < self.places.jobs:
+                self.children.append(self.start(self.waiting.pop(0)))
+            ended = [child for child in self.children if child.process.poll() is not None]
+            for child in ended:
+                self.end(child)
+            steps = {child.run.name: last_step(child.run) for child in self.children}
+            self.view.show([child.run for child in self.children], steps, self.time_left(steps))
+            if not ended:
+                time.sleep(0.25)
+
+    def start(self, run: Run) -> Child:
+        log = self.study.folder / "logs" / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if run.started:
+            arguments = [str(run.folder.path), "--resume"]
+        else:
+            write_atomically(log.with_suffix(".yaml"), run.config.to_yaml())
+            arguments = [str(log.with_suffix(".yaml"))]
+        job = min(set(range(self.places.jobs)) - {child.job for child in self.children})
+        environment = os.environ | {"OMP_NUM_THREADS": str(self.places.threads)}
+        if self.places.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.places.gpus[job % len(self.places.gpus)]
+        command = [sys.executable, "-m", "hacrl.study.child", "train", *arguments]
+        with log.open("ab") as file:
+            position = file.tell()
+            # Ctrl-C is for the study alone, which then ends its children.
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return Child(run, process, job, log, position, time.monotonic(), last_step(run))
+
+    def end(self, child: Child) -> None:
+        self.close(child)
+        seconds = time.monotonic() - child.start
+        summary = child.run.summary
+        if child.process.returncode == 0 and summary is not None:
+            self.busy += seconds
+            self.work += child.run.cost
+        else:
+            code = child.process.returncode
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self.errors[child.run.name] = child.last_lines() or f"It ended with {how} and without a word."
+        results = self.write()
+        self.view.ended(child.run, seconds, summary, self.errors.get(child.run.name), results)
+
+    def write(self) -> dict[str, Any]:
+        results = collect(self.study, {child.run.name: "running" for child in self.children}, self.errors)
+        write_results(self.study, results)
+        return results
+
+    def close(self, child: Child) -> None:
+        self.children.remove(child)
+        stdin: IO[bytes] | None = child.process.stdin
+        if stdin is not None:
+            stdin.close()
+
+    def stop(self) -> None:
+        """End all children, first by asking; a second Ctrl-C does not leave them behind."""
+        try:
+            for child in self.children:
+                child.process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + GRACE
+            for child in self.children:
+                try:
+                    child.process.wait(max(deadline - time.monotonic(), 0))
+                except subprocess.TimeoutExpired:
+                    child.process.kill()
+        finally:
+            for child in list(self.children):
+                child.process.kill()
+                child.process.wait()
+                self.close(child)
+
+    def time_left(self, steps: dict[str, int]) -> float | None:
+        """From what was done since the study was called."""
+        busy, work = self.busy, self.work
+        left = float(sum(run.cost for run in self.waiting))
+        for child in self.children:
+            share = (steps[child.run.name] - child.first_step) / child.run.config.max_steps
+            busy += time.monotonic() - child.start
+            work += max(share, 0.0) * child.run.cost
+            left += (1 - steps[child.run.name] / child.run.config.max_steps) * child.run.cost
+        side_by_side = min(self.places.jobs, len(self.waiting) + len(self.children))
+        return left * busy / work / side_by_side if work > 0 and side_by_side else None
+
+
+def last_step(run: Run) -> int:
+    """The newest step in the run's metrics; 0 where there is none."""
+    file = run.folder.metrics_file
+    if not file.is_file():
+        return 0
+    with file.open("rb") as lines:
+        lines.seek(max(file.stat().st_size - TAIL, 0))
+        whole = lines.read().split(b"\n")[:-1]
+    try:
+        return int(json.loads(whole[-1])["step"])
+    except (ValueError, LookupError):  # longer than what was read
+        return 0
+
+
+# --- what a person sees --------------------------------------------------------------------------------------------
+
+
+class View:
+    """Bars in a terminal, a line for each run elsewhere."""
+
+    def __init__(self, study: Study, console: Console, done: int) -> None:
+        self.console, self.total, self.done, self.left = console, len(study.runs), done, "–"
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self.bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.all = self.bars.add_task("runs", total=self.total, completed=done, note="")
+        self.tasks: dict[str, TaskID] = {}
+        width = max(len(run.name) for run in study.runs)
+        self.bars.update(self.all, description=f"{'runs':<{width}}")
+        if done:
+            self.say(f"{done} of {self.total} runs are done already.")
+
+    def __enter__(self) -> Self:
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bars.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def show(self, running: list[Run], steps: dict[str, int], left: float | None) -> None:
+        self.left = "–" if left is None else duration(left)
+        self.bars.update(self.all, completed=self.done, note=f"time left {self.left}")
+        for name in set(self.tasks) - {run.name for run in running}:
+            self.bars.remove_task(self.tasks.pop(name))
+        for run in running:
+            if run.name not in self.tasks:
+                self.tasks[run.name] = self.bars.add_task(run.name, total=run.config.max_steps, note="steps")
+            self.bars.update(self.tasks[run.name], completed=steps[run.name])
+
+    def ended(
+        self, run: Run, seconds: float, summary: dict[str, Any] | None, error: str | None, results: dict[str, Any]
+    ) -> None:
+        self.done = sum(row["status"] == "done" for row in results["runs"])
+        if error is not None or summary is None:
+            self.say(f"{run.name} failed after {duration(seconds)}:")
+            for line in (error or "").splitlines():
+                self.say(f"    {line}")
+            return
+        finals = [(name, agent["final_accuracy"]) for name, agent in summary["agents"].items()]
+        accuracies = ", ".join(f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in finals)
+        self.say(f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")

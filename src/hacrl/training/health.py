@@ -1,0 +1,63 @@
+"""A plain warning when collaboration is idle or harmful, from what is logged anyway."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+WINDOW = 10
+"""Steps that are looked at."""
+OPPOSED = -0.05
+"""Mean cosine of the foreign and the own gradient below which they are called opposed."""
+
+
+class CollaborationCheck:
+    """Looks at the metrics of each step; warns once for each agent and trouble."""
+
+    def __init__(self, agents: Sequence[str]) -> None:
+        self.agents = agents
+        self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._told: set[tuple[str, str]] = set()
+
+    def warnings(self, metrics: dict[str, Any]) -> list[str]:
+        self._recent.append(metrics)
+        if len(self._recent) < WINDOW:
+            return []
+        found = []
+        for agent in self.agents:
+            for trouble, text in (("idle", self._idle(agent)), ("harmful", self._harmful(agent))):
+                if text and (agent, trouble) not in self._told:
+                    self._told.add((agent, trouble))
+                    found.append(text)
+        return found
+
+    def _idle(self, learner: str) -> str | None:
+        """Others' rollouts were there to learn from, in every step, and none of them was used."""
+        prefixes = [f"{learner}/from_{source}" for source in self.agents if source != learner]
+        for metrics in self._recent:
+            kept = [metrics[f"{prefix}/kept"] for prefix in prefixes if f"{prefix}/kept" in metrics]
+            dropped = sum(metrics.get(f"{prefix}/dropped", 0) for prefix in prefixes)
+            if any(kept) or not (kept or dropped):
+                return None
+        last, reasons = self._recent[-1], []
+        for source, prefix in zip((s for s in self.agents if s != learner), prefixes, strict=True):
+            if f"{prefix}/kept" in last:
+                lower, upper = last[f"{prefix}/lower_mean"], last[f"{prefix}/upper_mean"]
+                reasons.append(f"{source}: mean s {last[f'{prefix}/ratio_mean']:.2f}, band {lower:.2f} to {upper:.2f}")
+            if last.get(f"{prefix}/dropped"):
+                reasons.append(f"{source}: {last[f'{prefix}/dropped']} rollouts it cannot read")
+        return (
+            f"Collaboration is idle: agent {learner} has used none of the others' rollouts for {WINDOW} steps "
+            f"({'; '.join(reasons)}). It learns as if it were alone. "
+            f"Try algorithm.name=hacpo_robust, which has no band."
+        )
+
+    def _harmful(self, learner: str) -> str | None:
+        name = f"{learner}/grad_cosine"
+        cosines = [metrics[name] for metrics in self._recent if metrics.get(name) is not None]
+        if len(cosines) < WINDOW or (mean := sum(cosines) / len(cosines)) > OPPOSED:
+            return None
+        return (
+            f"Collaboration may be harmful: for {WINDOW} steps the gradient agent {learner} gets from the others' "
+            f"rollouts has pointed against its own (mean cosine {mean:.2f}). "
+            f"Compare with algorithm.name=gspo, or lower algorithm.cross_weight."
+        )

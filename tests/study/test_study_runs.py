@@ -1,0 +1,219 @@
+"""A real study of tiny runs: interrupted, killed, with runs that fail, and continued."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from conftest import FAST
+from hacrl.errors import UserError
+from hacrl.study.grid import Study, StudyConfig
+from hacrl.study.runner import check_unchanged, choose_places, last_step, with_earlier_threads
+from hacrl.training.run import train
+from hacrl.training.run_dir import RunDir
+
+ZOO = Path(sys.modules["hacrl"].__file__ or "").parent / "agents" / "zoo" / "models"
+
+
+def study_data(folder: Path, **changes: Any) -> dict[str, Any]:
+    base = {
+        "agents": [{"id": "a", "model": "zoo:llama-plus"}, {"id": "b", "model": "zoo:llama-minus"}],
+        "task": {"name": "arithmetic", "eval_size": 8},
+        "prompts_per_step": 4,
+        "rollouts_per_update": 16,
+        "num_generations": 4,
+        "max_prompt_length": 32,
+        "max_completion_length": 40,
+        "learning_rate": 1e-4,
+        "max_steps": 2,
+        "eval_every": 0,
+        "device": "cpu",
+        "fast": FAST,
+    }
+    return {
+        "name": "s",
+        "base": base,
+        "algorithms": ["gspo", "hacpo"],
+        "seeds": 2,
+        "output_dir": str(folder),
+        **changes,
+    }
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hacrl.cli", "study", *arguments]
+    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process is None or process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children_at(folder: Path) -> list[int]:
+    """Processes whose command names something in the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes()
+        except OSError:  # gone meanwhile
+            continue
+        if b"hacrl.study.child" in command and str(folder).encode() in command:
+            found.append(int(process.name))
+    return found
+
+
+def done_runs(folder: Path) -> dict[str, bytes]:
+    """Everything that finished runs have logged."""
+    runs = [path.parent for path in folder.glob("runs/*/*/*/summary.json")]
+    return {str(path): path.read_bytes() for run in runs for path in (run / "summary.json", run / "metrics.jsonl")}
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    rows = json.loads((folder / "study.json").read_text())["runs"]
+    return {f"{row['variant']}/{row['seed']}": row["status"] for row in rows}
+
+
+def test_a_study_is_interrupted_killed_and_continued(tmp_path: Path) -> None:
+    folder, model = tmp_path / "study", tmp_path / "model"
+    algorithms = {"gspo": None, "late": {"algorithm.name": "gspo", "agents.a.model": str(model)}, "hacpo": None}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(study_data(folder, algorithms=algorithms)))
+
+    # Ctrl-C after the first run: the children end, the study says how to continue.
+    process = start(str(tmp_path / "s.yaml"), "--jobs", "1")
+    wait_for(lambda: bool(done_runs(folder)) and bool(children_at(folder)), process)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert (code, children_at(folder)) == (130, [])
+    assert f"continue with `hacrl study {folder}`" in err
+    assert set(statuses(folder).values()) <= {"done", "waiting", "failed"}
+    before = done_runs(folder)
+    assert before
+
+    # Killed with two children at work: they end themselves.
+    started = set(folder.glob("runs/*/*/*/config.yaml"))
+    process = start(str(folder), "--jobs", "2")
+    wait_for(lambda: len(set(folder.glob("runs/*/*/*/config.yaml")) - started) > 0, process)
+    assert children_at(folder)
+    process.kill()
+    finish(process)
+    wait_for(lambda: not children_at(folder))
+
+    # Continued: what was done is not done again; what cannot start fails, and the others go on.
+    process = start(str(folder), "--jobs", "2")
+    code, out, _ = finish(process)
+    assert code == 1
+    assert done_runs(folder).items() >= before.items()
+    others = {f"{variant}/{seed}": "done" for variant in ("gspo", "hacpo") for seed in (0, 1)}
+    assert statuses(folder) == others | {"late/0": "failed", "late/1": "failed"}
+    assert f"Failed: main/late/seed-0, see {folder}/logs/main/late/seed-0.log" in out
+    errors = [row["error"] for row in json.loads((folder / "study.json").read_text())["runs"]]
+    assert sum(error is not None and str(model) in error for error in errors) == 2
+
+    # The failed ones are tried again, the others not.
+    before = done_runs(folder)
+    shutil.copytree(ZOO / "llama-plus", model)
+    code, out, err = finish(start(str(folder)))
+    assert (code, err) == (0, "")
+    assert done_runs(folder).items() > before.items()
+    assert set(statuses(folder).values()) == {"done"}
+    assert "4 of 6 runs are done already." in out
+    assert "6 of 6 runs done" in out
+
+    # A run of the study is the run that `hacrl train` makes of the same config.
+    run = RunDir(folder / "runs" / "main" / "hacpo" / "seed-1")
+    alone = train(run.config().model_copy(update={"output_dir": str(tmp_path / "alone")})).run_dir
+    for line, expected in zip(run.metrics(), RunDir(alone).metrics(), strict=True):
+        stable = {name for name in expected if "time" not in name and "memory" not in name}
+        assert {name: line[name] for name in stable} == {name: expected[name] for name in stable}
+
+    refused_if_changed(folder)
+
+
+def refused_if_changed(folder: Path) -> None:
+    """The grid of a study may grow; what was started stays."""
+    again = with_earlier_threads(StudyConfig.load(folder, ["seeds=3", "baseline=hacpo"]))
+    check_unchanged(Study.build(again))
+    for override, fragment in {
+        "settings.learning_rate=0.5": "learning_rate",
+        "settings.max_steps=3": "max_steps",
+        "seeds=1": "seed-1 is not in it",
+    }.items():
+        with pytest.raises(UserError, match=fragment):
+            check_unchanged(Study.build(StudyConfig.load(folder, [override])))
+    with pytest.raises(UserError, match="threads="):
+        with_earlier_threads(StudyConfig.load(folder, ["threads=7"]))
+    with pytest.raises(UserError, match="holds the study s, not other"):
+        with_earlier_threads(StudyConfig.load(folder, ["name=other"]))
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="not empty and not a study"):
+        with_earlier_threads(StudyConfig.from_dict(study_data(tmp_path)))
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(study_data(tmp_path / "study")))
+    code, out, err = finish(start(str(tmp_path / "s.yaml"), "seeds=5", "--dry-run"))
+    assert (code, err) == (0, "")
+    assert "10 runs, 10 to do" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["s.yaml"]
+
+
+def test_threads_do_not_depend_on_how_many_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    def places(at_once: int | None = None, **changes: Any) -> tuple[int, int]:
+        chosen = choose_places(Study.build(StudyConfig.from_dict(study_data(tmp_path, **changes))), at_once)
+        return chosen.jobs, chosen.threads
+
+    assert places(seeds=20) == (8, 1)
+    assert places(seeds=20, jobs=3) == (3, 1)
+    assert places(3, seeds=20, jobs=5) == (3, 1)
+    assert places(seeds=2) == (4, 2)
+    assert places(1, seeds=2) == (1, 2)
+    assert places(seeds=20, threads=4) == (2, 4)
+
+
+def test_the_last_step_of_a_run_at_work(tmp_path: Path) -> None:
+    run = Study.build(StudyConfig.from_dict(study_data(tmp_path))).runs[0]
+    assert last_step(run) == 0
+    run.folder.path.mkdir(parents=True)
+    run.folder.metrics_file.write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "cut o')
+    assert last_step(run) == 1
+
+
+def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def places(device: str, **environment: str) -> tuple[int, list[str]]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", environment.get("visible", ""))
+        data = study_data(tmp_path, settings={"device": device})
+        chosen = choose_places(Study.build(StudyConfig.from_dict(data)), None)
+        return chosen.jobs, chosen.gpus
+
+    assert places("auto") == (8, ["0", "1"])
+    assert places("cuda", visible="3,5") == (8, ["3", "5"])
+    assert places("cpu")[1] == []
+    assert places("cuda:1") == (1, [])  # the study says itself who goes where
