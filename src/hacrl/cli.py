@@ -96,15 +96,16 @@ def study(
     whole = Study.build(runner.with_earlier_threads(config))
     runner.check_unchanged(whole)
     places = runner.choose_places(whole, jobs)
-    results.print_plan(console, whole, places.jobs, places.threads)
+    wide = console if console.is_terminal else Console(width=140)  # tables in a file need no fold
+    results.print_plan(wide, whole, places.jobs, places.threads)
     if dry_run:
         return
     try:
         found = runner.run_study(whole, places, console)
     except KeyboardInterrupt:
         fail(f"interrupted; continue with `hacrl study {whole.folder}`.", 130)
-    results.print_results(console, found)
-    results.print_end(console, whole, found)
+    results.print_results(wide, found)
+    results.print_end(wide, whole, found)
     if any(run["status"] == "failed" for run in found["runs"]):
         sys.exit(1)
 

@@ -340,7 +340,7 @@ def test_a_study(tab: Tab, study: Path) -> None:
     assert "it broke" in tab.text(".failure")
     rows = [
         [cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")]
-        for row in tab.all("#result .scroll:first-of-type tbody tr")
+        for row in tab.all("#result .scroll:has(.grouped) tbody tr")
     ]
     data = json.loads((study.parent / "study.json").read_text())
     north = next(row for row in data["agents"] if row["variant"] == "hacpo" and row["agent"] == "north")

@@ -165,6 +165,19 @@ def test_bootstrap_intervals_on_request(tmp_path: Path) -> None:
     assert 0.50 <= agent["low"] < 0.52 < agent["high"] <= 0.54
 
 
+def test_over_all_pairs(tmp_path: Path) -> None:
+    """The mean over the agents of all pairs, of the seeds that are done in all of them."""
+    study = make(tmp_path, pairs={"one": {}, "two": {}})
+    finish(study)
+    (study.group("two", "gspo")[0].folder.path / "summary.json").unlink()
+    found = collect(study, {}, {})
+    overall = row(found["comparisons"], pair="all", agent="all")
+    assert overall["seeds"] == 2
+    by_seed = [(0.58 + 0.62 - 0.52 - 0.62) / 2, (0.62 + 0.70 - 0.54 - 0.58) / 2]
+    assert overall["difference"] == pytest.approx(sum(by_seed) / 2)
+    assert "mean over the agents of all pairs" in printed(found)
+
+
 def test_summaries_of_older_runs(tmp_path: Path) -> None:
     """Without tokens of the run, time and memory of agents."""
     study = make(tmp_path)

@@ -16,7 +16,7 @@ from hacrl.training.progress import duration
 from hacrl.training.run_dir import write_atomically
 
 ALL = "all"
-"""In place of an agent: the mean over the pair's agents."""
+"""In place of an agent: the mean over the pair's agents; in place of a pair: over the agents of all pairs."""
 OF_AN_AGENT = (
     "rollouts",
     "tokens",
@@ -148,13 +148,17 @@ def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float
 
 
 def compare(study: Study, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every variant with the baseline, by agent and for the pair, seed by seed; Holm's correction over all of it."""
+    """Every variant with the baseline, seed by seed: by agent, for the pair, over all pairs. Holm over all of it."""
     values = {(row["pair"], row["variant"], row["agent"]): row["values"] for row in agents}
     for pair in study.pairs:
         for variant in study.variants:
             own = [values[pair, variant, agent] for agent in agent_ids(study, pair, variant)]
             common = [seed for seed in own[0] if all(seed in others for others in own)]
             values[pair, variant, ALL] = {seed: float(np.mean([agent[seed] for agent in own])) for seed in common}
+    for variant in study.variants:
+        own = [row["values"] for row in agents if row["variant"] == variant]
+        common = [seed for seed in own[0] if all(seed in others for others in own)]
+        values[ALL, variant, ALL] = {seed: float(np.mean([agent[seed] for agent in own])) for seed in common}
     rows = []
     for pair in study.pairs:
         of_baseline = agent_ids(study, pair, study.baseline)
@@ -163,13 +167,24 @@ def compare(study: Study, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
             shared = [agent for agent in ids if agent in of_baseline]
             for agent in [*shared, *([ALL] if ids == of_baseline and len(ids) > 1 else [])]:
                 if variant != study.baseline:
-                    own, base = values[pair, variant, agent], values[pair, study.baseline, agent]
-                    differences = [own[seed] - base[seed] for seed in own if seed in base]
-                    where = {"pair": pair, "agent": agent, "variant": variant, "baseline": study.baseline}
-                    rows.append({**where, **comparison(study, differences)})
+                    rows.append(compare_values(study, values, pair, agent, variant))
+    if len(study.pairs) > 1:
+        for variant in study.variants:
+            same = all(agent_ids(study, p, variant) == agent_ids(study, p, study.baseline) for p in study.pairs)
+            if variant != study.baseline and same:
+                rows.append(compare_values(study, values, ALL, ALL, variant))
     for row, p_holm in zip(rows, holm([row["p"] for row in rows]), strict=True):
         row["p_holm"] = p_holm
     return rows
+
+
+def compare_values(
+    study: Study, values: dict[tuple[str, str, str], dict[str, float]], pair: str, agent: str, variant: str
+) -> dict[str, Any]:
+    own, base = values[pair, variant, agent], values[pair, study.baseline, agent]
+    differences = [own[seed] - base[seed] for seed in own if seed in base]
+    where = {"pair": pair, "agent": agent, "variant": variant, "baseline": study.baseline}
+    return {**where, **comparison(study, differences)}
 
 
 def comparison(study: Study, differences: list[float]) -> dict[str, Any]:
@@ -228,6 +243,15 @@ def print_results(console: Console, results: dict[str, Any]) -> None:
             if (pair, ALL, variant) in compared:
                 row = compared[pair, ALL, variant]
                 table.add_row("all: mean", variant, str(row["seeds"]), "", "", *difference(row))
+        console.print(table)
+    if any(key[0] == ALL for key in compared):
+        title = f"{results['title'] or results['name']}: mean over the agents of all pairs"
+        overall = ("seeds", f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
+        table = new_table(title, ("variant",), overall)
+        for variant in results["variants"]:
+            if (ALL, ALL, variant) in compared:
+                row = compared[ALL, ALL, variant]
+                table.add_row(variant, str(row["seeds"]), *difference(row))
         console.print(table)
     for remark in remarks(results):
         console.print(Text(remark), soft_wrap=True)

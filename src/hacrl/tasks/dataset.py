@@ -37,7 +37,7 @@ def load_problems(source: str, *, split: str, subset: str | None, name: str) -> 
     """
     problems: list[Problem] = []
     seen: set[str] = set()
-    for number, (place, row) in enumerate(_read(source, split, subset)):
+    for number, (place, row) in enumerate(read_rows(source, split, subset)):
         own_id = row.get("id")
         problem_id = f"{name}-{number:06d}" if own_id is None else f"{name}-{own_id}"
         while problem_id in seen:
@@ -91,7 +91,7 @@ class ProblemStream:
         return order
 
 
-def _read(source: str, split: str, subset: str | None) -> Iterable[tuple[str, Row]]:
+def read_rows(source: str, split: str, subset: str | None) -> Iterable[tuple[str, Row]]:
     """The rows, each with its place for error messages."""
     path = Path(source).expanduser()
     if path.is_dir():
@@ -179,7 +179,7 @@ def _import(module: str, needed_for: object) -> ModuleType:
 
 
 def _prompt(row: Row, place: str) -> Prompt:
-    column = next((column for column in PROMPT_COLUMNS if not _missing(row.get(column))), None)
+    column = next((column for column in PROMPT_COLUMNS if not is_missing(row.get(column))), None)
     if column is None:
         raise UserError(_lacks(row, place, "prompt", PROMPT_COLUMNS))
     prompt = row[column]
@@ -211,7 +211,7 @@ def _answer(row: Row, place: str) -> str:
         nested = _parse_json(nested.encode(), f"{place}, reward_model")
     truth = nested.get("ground_truth") if isinstance(nested, dict) else None
     candidates = [*(row.get(column) for column in ANSWER_COLUMNS[:-1]), truth]
-    answer = next((answer for answer in candidates if not _missing(answer)), None)
+    answer = next((answer for answer in candidates if not is_missing(answer)), None)
     match answer:
         case None:
             raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
@@ -228,7 +228,7 @@ def _answer(row: Row, place: str) -> str:
     )
 
 
-def _missing(value: object) -> bool:
+def is_missing(value: object) -> bool:
     match value:
         case None | []:
             return True

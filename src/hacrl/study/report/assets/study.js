@@ -5,10 +5,12 @@ function renderStudy(parent, study, packed, maxMb) {
   const variantColour = (variant) => {
     if (variant === study.baseline) return "--variant-0";
     const rest = variants.filter((each) => each !== study.baseline);
-    return `--variant-${1 + (Math.max(rest.indexOf(variant), 0) % 7)}`;
+    return `--variant-${1 + (Math.max(rest.indexOf(variant), 0) % 11)}`;
   };
   const variantName = (variant) => el("span", { class: "agent variant", vars: { "--own": `var(${variantColour(variant)})` } }, String(variant));
-  const context = { study, variants, variantColour, variantName };
+  // The baseline is dashed, and where there are many variants the later ones are dotted.
+  const variantDash = (variant) => (variant === study.baseline ? "6px,3px" : variants.indexOf(variant) > 6 ? "2px,2px" : "solid");
+  const context = { study, variants, variantColour, variantName, variantDash };
   renderComparison(parent, context);
   renderForest(parent, context);
   renderAccounting(parent, context);
@@ -52,10 +54,20 @@ function pValue(p) {
   return p < 0.001 ? "< 0.001" : p.toFixed(3);
 }
 
+// A difference with its interval. Bold: the interval leaves out 0. Coloured: p holds after Holm's correction, too.
+function differenceCell(row) {
+  if (!row) return NONE;
+  const clear = known(row.low) && known(row.high) && (row.low > 0 || row.high < 0);
+  const sure = clear && known(row.p_holm) && row.p_holm < 0.05;
+  return [el("span", { class: sure ? (row.difference > 0 ? "better" : "worse") : clear ? "clear" : null }, points(row.difference)), interval(row.low, row.high, points)];
+}
+
 function renderComparison(parent, { study, variants, variantName }) {
   const seeds = (study.seeds || []).length;
-  const place = section(parent, "result", "Result", `Final accuracy on held-out problems: means over seeds with 95% intervals, and paired differences to ${study.baseline ?? "the baseline"} in points. p is corrected for the number of comparisons (Holm).`);
+  const place = section(parent, "result", "Result", `Final accuracy on held-out problems: means over seeds with 95% intervals, and paired differences to ${study.baseline ?? "the baseline"} in points. Bold: the interval leaves out 0. p is corrected for the number of comparisons (Holm); coloured where it stays below 0.05.`);
   if (seeds < 3) place.append(empty(`This study has ${plural(seeds, "seed")}: too few to tell a difference from chance. Take intervals and p as a rough guide, or add seeds.`));
+  else if (seeds < 6) place.append(el("p", { class: "small" }, `With ${seeds} seeds p cannot be below ${2 / 2 ** seeds}, even before the correction: direction and size can be seen, significance cannot.`));
+  if ((study.pairs || []).length > 1) renderOverview(place, study, variants, variantName);
   const rows = study.agents || [];
   if (!rows.length) { place.append(empty("No run is done yet.")); return; }
   for (const [pair, own] of byPair(study, rows)) {
@@ -70,13 +82,12 @@ function renderComparison(parent, { study, variants, variantName }) {
         const difference = compared.find((each) => each.variant === variant);
         if (!row && !difference) continue;
         const index = agents.indexOf(agent);
-        const sign = difference && known(difference.low) && known(difference.high) ? (difference.low > 0 ? "better" : difference.high < 0 ? "worse" : "") : "";
         lines.push({ class: first ? "first" : null, cells: [
           first ? (agent === "all" ? "mean of the agents" : agentName(agent, index)) : el("span", { class: "hidden" }, agent),
           variantName(variant),
           row && first ? fixed(row.start) : "",
           row ? [el("b", {}, fixed(row.mean)), interval(row.low, row.high, fixed)] : "",
-          difference ? [el("span", { class: sign }, points(difference.difference)), interval(difference.low, difference.high, points)] : variant === study.baseline ? el("span", { class: "muted" }, "baseline") : NONE,
+          difference ? differenceCell(difference) : variant === study.baseline ? el("span", { class: "muted" }, "baseline") : NONE,
           difference ? pValue(difference.p_holm) : "",
           difference ? fixed(difference.effect, 2) : "",
           difference && known(difference.wins) ? `${difference.wins} : ${difference.losses}` : "",
@@ -92,58 +103,66 @@ function renderComparison(parent, { study, variants, variantName }) {
   }
 }
 
+// All pairs at a glance: the mean of the agents' differences.
+function renderOverview(place, study, variants, variantName) {
+  const rows = study.comparisons || [];
+  if (!rows.length) return;
+  const head = ["variant", ...study.pairs.map(String)];
+  const lines = variants.filter((variant) => variant !== study.baseline).map((variant) => [variantName(variant), ...study.pairs.map((pair) => {
+    const own = rows.filter((row) => row.pair === pair && row.variant === variant);
+    return { text: differenceCell(own.find((row) => row.agent === "all") || (own.length === 1 ? own[0] : null)) };
+  })]);
+  place.append(table(head, lines, { className: "overview", caption: `Difference to ${study.baseline} in points, mean of the agents of each pair` }));
+}
+
 function renderForest(parent, { study, variants, variantColour }) {
-  const place = section(parent, "differences", "Differences");
+  const place = section(parent, "differences", "Differences", "Each dot is a mean paired difference over seeds, its line the 95% interval. Right of 0 is better than the baseline; a line that crosses 0 may be chance.");
   const rows = (study.comparisons || []).filter((row) => known(row.difference));
   if (!rows.length) { place.append(empty("Nothing to compare yet: a difference needs finished runs of a variant and of the baseline with the same seed.")); return; }
-  const items = [];
+  const ends = rows.flatMap((row) => [row.difference, row.low, row.high]).filter(known).map((value) => 100 * value);
+  const range = extent([ends, [0]], { least: 1, pad: 0.06 });
+  const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": "440px" } }));
   for (const [pair, own] of byPair(study, rows)) {
-    items.push({ heading: String(pair) });
-    const agents = [...new Set(own.map((row) => row.agent))].sort((a, b) => (a === "all") - (b === "all"));
-    for (const agent of agents) for (const variant of variants) {
-      const row = own.find((each) => each.agent === agent && each.variant === variant);
-      if (row) items.push({ row, text: `${agent === "all" ? "mean" : agent} · ${variant}` });
+    const items = [];
+    for (const agent of [...agentsOf(study, pair), "all"]) {
+      const shown = variants.map((variant) => own.find((row) => row.agent === agent && row.variant === variant)).filter(Boolean);
+      if (shown.length) items.push({ heading: agent === "all" ? "mean of the agents" : agent }, ...shown.map((row) => ({ row })));
     }
+    addFigure(grid, {
+      title: (study.pairs || []).length > 1 ? String(pair) : `Points of accuracy more than ${study.baseline}`,
+      height: 58 + 21 * items.length,
+      numbered: false, // they stand in the table above
+      build: (width) => forest(width, items, range, variants, variantColour),
+    });
   }
-  const single = items.filter((item) => item.heading).length === 1;
-  const shown = single ? items.slice(1) : items;
-  addFigure(place, {
-    title: `Points of accuracy more than ${study.baseline}`,
-    read: "Each dot is the mean paired difference over seeds, a diamond that of the agents' mean; the line is the 95% interval. Right of 0 is better than the baseline; a line that crosses 0 may be chance.",
-    height: 60 + 26 * shown.length,
-    numbered: false, // they stand in the table above
-    build: (width) => {
-      const left = Math.min(width * 0.42, 12 + 6.6 * highest(shown.map((item) => [...(item.text || item.heading)].length)));
-      const limit = Math.floor((left - 12) / 6.4);
-      const layout = baseLayout(width, { xTitle: "difference in points", left });
-      const at = (i) => shown.length - 1 - i;
-      const traces = variants.flatMap((variant) => {
-        const own = shown.map((item, i) => ({ ...item, y: at(i) })).filter((item) => item.row?.variant === variant);
-        if (!own.length) return [];
-        const percentage = (name) => own.map((item) => 100 * item.row[name]);
-        const shade = colour(variantColour(variant));
-        const reach = (bound, sign) => own.map((item) => (known(item.row[bound]) ? 100 * sign * (item.row[bound] - item.row.difference) : 0));
-        return [{
-          type: "scatter", mode: "markers", name: label(variant), x: percentage("difference"), y: own.map((item) => item.y),
-          marker: { color: shade, size: own.map((item) => (item.row.agent === "all" ? 11 : 8)), opacity: 1, symbol: own.map((item) => (item.row.agent === "all" ? "diamond" : "circle")) },
-          error_x: { type: "data", symmetric: false, array: reach("high", 1), arrayminus: reach("low", -1), color: shade, thickness: 1.8, width: 0 },
-          text: own.map((item) => `${label(item.text, 60)}<br>${points(item.row.difference)} points${known(item.row.low) ? ` (${points(item.row.low)} to ${points(item.row.high)})` : ""}`),
-          hovertemplate: "%{text}<extra></extra>",
-        }];
-      });
-      const ends = rows.flatMap((row) => [row.difference, row.low, row.high]).filter(known).map((value) => 100 * value);
-      layout.hovermode = "closest";
-      layout.dragmode = false;
-      layout.xaxis.range = extent([ends, [0]], { least: 1, pad: 0.06 });
-      layout.xaxis.ticksuffix = "";
-      layout.xaxis.showgrid = true;
-      layout.xaxis.gridcolor = colour("--line");
-      Object.assign(layout.yaxis, { range: [-0.7, shown.length - 0.3], showgrid: false, tickmode: "array", tickvals: shown.map((_, i) => at(i)), fixedrange: true,
-        ticktext: shown.map((item) => (item.heading ? `<b>${label(item.heading, limit)}</b>` : label(item.text, limit))) });
-      layout.shapes.push({ type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, layer: "below", line: { color: colour("--muted"), width: 1.2 } });
-      return { traces, layout };
-    },
+}
+
+function forest(width, items, range, variants, variantColour) {
+  const longest = highest(items.map((item) => [...plain(item.heading ?? item.row.variant)].length));
+  const left = Math.min(width * 0.4, 16 + 7 * longest);
+  const limit = Math.floor((left - 12) / 6.6);
+  const layout = baseLayout(width, { xTitle: "difference in points", left });
+  const placed = items.map((item, i) => ({ ...item, y: items.length - 1 - i }));
+  const traces = variants.flatMap((variant) => {
+    const own = placed.filter((item) => item.row?.variant === variant);
+    if (!own.length) return [];
+    const shade = colour(variantColour(variant));
+    const reach = (bound, sign) => own.map(({ row }) => (known(row[bound]) ? 100 * sign * (row[bound] - row.difference) : 0));
+    return [{
+      type: "scatter", mode: "markers", name: label(variant), x: own.map(({ row }) => 100 * row.difference), y: own.map((item) => item.y),
+      marker: { color: shade, size: 8, opacity: 1 },
+      error_x: { type: "data", symmetric: false, array: reach("high", 1), arrayminus: reach("low", -1), color: shade, thickness: 1.8, width: 0 },
+      text: own.map(({ row }) => `${label(row.agent === "all" ? "mean of the agents" : row.agent, 40)}, ${label(variant, 40)}<br>${points(row.difference)} points${known(row.low) ? ` (${points(row.low)} to ${points(row.high)})` : ""}`),
+      hovertemplate: "%{text}<extra></extra>",
+    }];
   });
+  layout.hovermode = "closest";
+  layout.dragmode = false;
+  Object.assign(layout.xaxis, { range, showgrid: true, gridcolor: colour("--line") });
+  Object.assign(layout.yaxis, { range: [-0.7, items.length - 0.3], showgrid: false, fixedrange: true, tickmode: "array", tickvals: placed.map((item) => item.y),
+    ticktext: placed.map((item) => (item.row ? label(item.row.variant, limit) : `<b>${label(item.heading, limit)}</b>`)) });
+  layout.shapes.push({ type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, layer: "below", line: { color: colour("--muted"), width: 1.2 } });
+  return { traces, layout };
 }
 
 function renderAccounting(parent, { study, variantName }) {
@@ -163,7 +182,7 @@ function renderAccounting(parent, { study, variantName }) {
   }
 }
 
-function renderCurves(parent, { study, variants, variantColour }) {
+function renderCurves(parent, { study, variants, variantColour, variantDash }) {
   const place = section(parent, "learning", "Learning curves", "Accuracy on held-out problems: lines are means over the finished seeds, bands go from the lowest to the highest seed.");
   if (!study.curves.length) { place.append(empty("No run with evaluations is done yet.")); return; }
   let axis = "rollouts";
@@ -187,7 +206,7 @@ function renderCurves(parent, { study, variants, variantColour }) {
           const [unit, xTitle] = axis === "seconds" ? timeUnit(curves.flatMap((curve) => curve.seconds)) : [1, AXIS_TITLES[axis]];
           const x = (curve) => curve[axis].map((value) => value / unit);
           return lineChart({
-            lines: curves.map((curve) => ({ name: curve.variant, x: x(curve), y: curve.mean, colour: variantColour(curve.variant), dash: curve.variant === study.baseline ? "6px,3px" : "solid", markers: curve.mean.length < 25 })),
+            lines: curves.map((curve) => ({ name: curve.variant, x: x(curve), y: curve.mean, colour: variantColour(curve.variant), dash: variantDash(curve.variant), markers: curve.mean.length < 25 })),
             bands: curves.filter((curve) => curve.seeds > 1).map((curve) => ({ x: x(curve), low: curve.low, high: curve.high, colour: variantColour(curve.variant), opacity: 0.13, names: [`${curve.variant}, lowest`, `${curve.variant}, highest`] })),
             xTitle, xFormat: axis === "seconds" ? "~g" : ",",
           })(width, height);

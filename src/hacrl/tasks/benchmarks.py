@@ -1,0 +1,223 @@
+"""The usual mathematical benchmarks: where each is found, and how a row becomes a prompt and a reference answer.
+
+Files are read as they come in the usual repositories; none is part of this package.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacrl.config import nearest
+from hacrl.errors import UserError
+from hacrl.tasks.dataset import Row, is_missing, read_rows
+from hacrl.tasks.problem import Problem
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
+
+Reference = Callable[[Row], str | None]
+
+
+def last_box(text: str) -> str | None:
+    r"""What stands in the last \boxed{...} of a solution, braces inside it balanced; None without one."""
+    for start in reversed([match.end() for match in BOX.finditer(text)]):
+        if text[start : start + 1] != "{":
+            continue
+        depth = 0
+        for end in range(start, len(text)):
+            escaped = text[end - 1] == "\\" and text[end - 2] != "\\"
+            if text[end] in "{}" and not escaped:
+                depth += 1 if text[end] == "{" else -1
+                if depth == 0:
+                    return text[start + 1 : end].strip()
+    return None
+
+
+def after_hashes(row: Row) -> str | None:
+    """GSM8K: a worked answer that ends in "#### 72"."""
+    return as_text(str(row.get("answer") or "").rpartition("####")[2])
+
+
+def answer_or_box(row: Row) -> str | None:
+    """The column `answer`; without one, the last box of the solution."""
+    answer = as_text(row.get("answer"))
+    return answer if answer is not None else as_text(last_box(str(row.get("solution") or "")))
+
+
+def final_answer(row: Row) -> str | None:
+    """OlympiadBench: a list of one text, which may name several answers."""
+    answer = row.get("final_answer")
+    if isinstance(answer, list):
+        answer = ", ".join(str(part) for part in answer)
+    return as_text(answer) if not is_missing(answer) else answer_or_box(row)
+
+
+def as_text(answer: object) -> str | None:
+    if is_missing(answer):
+        return None
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # AMC's 27.0
+    return str(answer).strip()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    repository: str
+    """On the Hugging Face hub."""
+    split: str
+    files: tuple[str, ...]
+    """Names of its files or folders besides its own; capitals, hyphens and underscores do not matter."""
+    reference: Reference = answer_or_box
+    subset: str | None = None
+    samples: int = 1
+    """Completions of each problem where --k is not given: as in the paper's tables."""
+    solved_in: str | None = None
+    """The column with a worked solution that ends in the reference."""
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark("openai/gsm8k", "test", (), after_hashes, subset="main", solved_in="answer"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", (), solved_in="solution"),
+    "math": Benchmark("DigitalLearningGmbH/MATH-lighteval", "test", ("math-lighteval",), solved_in="solution"),
+    "amc23": Benchmark("math-ai/amc23", "test", ("amc2023", "amc")),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", ("aime2024",), samples=30),
+    "aime25": Benchmark("math-ai/aime25", "test", ("aime2025",), samples=30),
+    "minerva": Benchmark("math-ai/minervamath", "test", ("minervamath",), solved_in="solution"),
+    "olympiad": Benchmark("math-ai/olympiadbench", "test", ("olympiadbench",), final_answer),
+}
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """The problems of one benchmark."""
+
+    name: str
+    """As it was asked for: `math500`, or `gsm8k:train` for another split than the usual."""
+    source: str
+    problems: list[Problem]
+    without_reference: list[str]
+    """Places of rows that have no reference answer: nothing can be right there, so they are left out."""
+
+    @property
+    def benchmark(self) -> Benchmark:
+        return BENCHMARKS[self.name.partition(":")[0]]
+
+    @property
+    def digest(self) -> str:
+        """Of prompts and references: other problems under the same name are another benchmark."""
+        content = "\0".join(f"{problem.prompt}\0{problem.answer}" for problem in self.problems)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def solution(self, problem: Problem) -> str | None:
+        """The worked solution of the data, where it is one that ends in the reference."""
+        solution = problem.columns.get("solution") if self.benchmark.solved_in else None
+        return solution if isinstance(solution, str) and solution.strip() else None
+
+
+def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None = None) -> list[ProblemSet]:
+    """The problem sets, from files in `data` or from the hub; UserError if one is unknown or not found."""
+    for name in names:
+        known, _, _ = name.partition(":")
+        if known not in BENCHMARKS:
+            raise UserError(f"There is no benchmark {known!r}{nearest(known, BENCHMARKS)}")
+        if names.count(name) > 1:
+            raise UserError(f"The benchmark {name} is named twice.")
+    found = [_load_files(name, data) if data else _load_hub(name) for name in names]
+    return [
+        ProblemSet(each.name, each.source, each.problems[:limit], each.without_reference if limit is None else [])
+        for each in found
+    ]
+
+
+def found_in(data: Path) -> list[str]:
+    """Every benchmark and split that has a file in a folder."""
+    names = []
+    for name, benchmark in BENCHMARKS.items():
+        names += [name] if _matches(name, data) else []
+        others = [split for split in ("test", "train") if split not in ("test", benchmark.split)]
+        names += [f"{name}:{split}" for split in others if _matches(f"{name}:{split}", data)]
+    if not names:
+        raise UserError(f"{data} has no file of {', '.join(BENCHMARKS)}. Give --data the folder with their files.")
+    return names
+
+
+def _load_files(name: str, data: Path) -> ProblemSet:
+    paths = _matches(name, data)
+    known, _, split = name.partition(":")
+    if not paths:
+        stem, wanted = known, split or "test"
+        folders = ", ".join(f"{alias}/**/{wanted}.jsonl" for alias in (known, *BENCHMARKS[known].files))
+        message = f"{data} has no file of {name}: looked for {stem}.jsonl, {stem}_{wanted}.jsonl, {folders}"
+        message += " (or .json, .parquet)."
+        if not split and (train := _matches(f"{known}:train", data)):
+            message += f" There is {train[0]}: to be evaluated on training problems, ask for {known}:train."
+        raise UserError(message)
+    shards = {SHARD.sub("", str(path.with_suffix(""))) for path in paths}
+    if len(shards) > 1:
+        raise UserError(f"Several files fit {name}: {', '.join(map(str, paths))}. Give --data a folder with one.")
+    rows = (row for path in paths for row in read_rows(str(path), "", None))
+    return _problem_set(name, ", ".join(map(str, paths)), rows)
+
+
+def _load_hub(name: str) -> ProblemSet:
+    known, _, split = name.partition(":")
+    benchmark = BENCHMARKS[known]
+    rows = read_rows(benchmark.repository, split or benchmark.split, benchmark.subset)
+    return _problem_set(name, benchmark.repository, rows)
+
+
+def _matches(name: str, data: Path) -> list[Path]:
+    """Files that are called after a benchmark, or after a split in a folder that is."""
+    if not data.is_dir():
+        raise UserError(f"There is no folder {data} for --data.")
+    known, _, split = name.partition(":")
+    benchmark = BENCHMARKS[known]
+    aliases = {plain(alias) for alias in (known, *benchmark.files)}
+    splits = [split] if split else list(dict.fromkeys(["test", benchmark.split]))
+    files = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    for each in splits:
+        names = {alias + plain(each) for alias in aliases} | (set() if split else aliases)
+        found = []
+        for path in files:
+            stem = plain(SHARD.sub("", path.stem))
+            folders = [data.resolve().name, *path.relative_to(data).parts[:-1]]
+            inside = any(plain(folder) in aliases for folder in folders)
+            if stem in names or (inside and stem == plain(each)):
+                found.append(path)
+        if found:
+            return found
+    return []
+
+
+def plain(name: str) -> str:
+    """`MATH-500`, `math_500` and `math500` are the same name; so are `minerva_math` and `minervamath`."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _problem_set(name: str, source: str, rows: Iterable[tuple[str, Row]]) -> ProblemSet:
+    benchmark = BENCHMARKS[name.partition(":")[0]]
+    problems, without = [], []
+    for number, (place, row) in enumerate(rows):
+        reference = benchmark.reference(row)
+        if reference is None:
+            without.append(place)
+            continue
+        columns = {**row, "answer": reference}
+        if benchmark.solved_in:
+            columns["solution"] = row.get(benchmark.solved_in)
+        problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
+    if not problems:
+        raise UserError(f"{source} has no problem with a reference answer for {name}.")
+    return ProblemSet(name, source, problems, without)
+
+
+def _prompt(row: Row, place: str) -> str:
+    column = next((column for column in ("problem", "question", "prompt") if not is_missing(row.get(column))), None)
+    if column is None:
+        raise UserError(f"{place} has no problem: it has the columns {', '.join(row)}.")
+    context = row.get("context")
+    question = str(row[column]).strip()
+    return question if is_missing(context) else f"{str(context).strip()}\n\n{question}"
