@@ -160,7 +160,7 @@ class LearningStep:
         self.made = 0
         self.source_N = torch.tensor([rollout.source for rollout in lesson.rollouts])
         self.advantages, self.omegas = lesson.advantage_N.tolist(), lesson.omega_N.tolist()
-        self.old_logps: dict[int, Tensor] = {}
+        self.old_logps: dict[int, np.ndarray] = {}
         """The learner's own log-probabilities of its rollouts before the first update, where these are preferred."""
         self._notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
@@ -403,16 +403,16 @@ class LearningStep:
 
     def _old_token_logps(self, batch: list[int], mask_NT: Tensor) -> Tensor:
         """Log-probabilities when sampled; a sum spread evenly where the source's tokens are not the learner's."""
-        old_NT = torch.zeros(mask_NT.shape, dtype=torch.float64)
+        old_NT = np.zeros(mask_NT.shape)  # not torch: an assignment for each row, while a GPU waits
         for n, row in enumerate(batch):
             rollout, ids = self.lesson.rollouts[row], self.tokens[row]
             if row in self.old_logps:
                 old_NT[n, : len(ids)] = self.old_logps[row]
             elif ids[:-1] == rollout.token_ids[:-1]:  # the same tokens, up to the end of turn
-                old_NT[n, : len(ids)] = torch.tensor(rollout.logps, dtype=torch.float64)
+                old_NT[n, : len(ids)] = rollout.logps
             else:
                 old_NT[n, : len(ids)] = rollout.logp_sum / len(ids)
-        return old_NT.to(mask_NT.device)
+        return torch.from_numpy(old_NT).to(mask_NT.device)
 
     def _score_old(self) -> None:
         """What the learner itself says of its rollouts before the first update.
@@ -430,18 +430,19 @@ class LearningStep:
             own, _ = self._needed(self._rows_of(minibatch))
             batches = list(self._batches([row for row in own if row not in self.old_logps]))
             for batch, scored in zip(batches, side_by_side(score, batches, learner.policy.workers), strict=True):
-                for row, logp_T in zip(batch, scored.logp_NT.double().cpu(), strict=True):
+                for row, logp_T in zip(batch, scored.logp_NT.double().cpu().numpy(), strict=True):
                     self.old_logps[row] = logp_T[: len(self.tokens[row])]
 
     # --- notes -------------------------------------------------------------------------------------
 
     def _note_gap(self, batch: list[int], sequences: Sequences, terms: Terms, notes: Notes) -> None:
         """How far the recorded log-probabilities are from the learner's own, before its first update."""
-        recorded_NT = torch.zeros(sequences.mask_NT.shape, dtype=torch.float64)
+        recorded_NT = np.zeros(sequences.mask_NT.shape)
         for n, row in enumerate(batch):
             logps = self.lesson.rollouts[row].logps
-            recorded_NT[n, : len(logps)] = torch.tensor(logps, dtype=torch.float64)
-        gap_NT = (sequences.logp_NT.detach() - recorded_NT.to(self.learner.device)).abs() * sequences.mask_NT
+            recorded_NT[n, : len(logps)] = logps
+        recorded = torch.from_numpy(recorded_NT).to(self.learner.device)
+        gap_NT = (sequences.logp_NT.detach() - recorded).abs() * sequences.mask_NT
         ratio_N = terms.log_ratio_N.exp()
         notes.note("gap", gap_NT.sum())
         notes.note("gap_max", gap_NT.max())
