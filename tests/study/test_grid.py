@@ -137,6 +137,7 @@ def test_the_zoo_study_has_what_it_promises() -> None:
         ({"algorithms": {"gspo": {"algorithm.name": "hacpo"}}}, ("gspo", "hacpo", "label")),
         ({"algorithms": {"gspo": {"algorithm.alpha": 3}}}, ("main/gspo", "alpha")),
         ({"algorithms": {"../x": {"max_steps": 3}}}, ("algorithms", "../x")),
+        ({"pairs": {"all": {}}}, ("pairs", "all", "another name")),
         ({"options": {"a": {}, "b": {}}}, ("options", "one")),
         ({"options": {"a": {"seed": 3}}}, ("options.a.seed",)),
         ({"settings": {"output_dir": "x"}}, ("settings.output_dir",)),
@@ -185,3 +186,16 @@ def test_a_bundled_name_is_not_a_folder_that_happens_to_be_there(
     assert StudyConfig.load("quick").folder == Path("runs/study-quick")
     mine = StudyConfig.load("./quick")
     assert (mine.name, mine.folder) == ("zoo", Path("quick"))
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_studies_behind_the_published_results_are_valid(file: Path) -> None:
+    study = Study.build(StudyConfig.load(str(file)))
+    assert len(study.config.seeds) >= 3
+    if "validation" in study.config.title:
+        assert all(run.config.task.eval_split == "validation" for run in study.runs)
+    else:
+        assert all(run.config.task.eval_split == "test" for run in study.runs)

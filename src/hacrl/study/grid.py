@@ -73,6 +73,8 @@ class StudyConfig(Strict):
     def _possible(self) -> Self:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: every seed must be there once")
+        if "all" in self.pairs:
+            raise ValueError("pairs: all is what the mean over pairs is called; choose another name")
         if sum(not changes for changes in self.options.values()) > 1:
             raise ValueError("options: only one can be without settings")
         if self.baseline is not None and self.baseline not in self.variants:
@@ -295,7 +297,7 @@ def enlarge(data: dict[str, Any], times: int) -> dict[str, Any]:
 
 
 def check_comparable(config: RunConfig, where: str) -> None:
-    if config.task.name is None and config.task.eval is None:
+    if not config.task.has_heldout:
         raise UserError(f"{where}: a study compares accuracy on held-out problems; set task.eval.")
     if "all" in [agent.id for agent in config.agents]:
         raise UserError(f"{where}: an agent cannot be called all, which is the mean over agents. Choose another id.")

@@ -167,12 +167,14 @@ function farApart(lines) {
 // Labels that would overlap are pushed apart, in pixels.
 function spreadOut(tags, pixel, gap, height) {
   tags.sort((a, b) => pixel(a.y) - pixel(b.y));
-  const places = tags.map((tag) => Math.min(Math.max(pixel(tag.y), 0), height));
-  for (let round = 0; round < 40; round++) {
+  const places = tags.map((tag) => pixel(tag.y));
+  const room = Math.min(gap, height / Math.max(tags.length - 1, 1));
+  for (let round = 0; round < 60; round++) {
     for (let i = 1; i < places.length; i++) {
-      const lacking = gap - (places[i] - places[i - 1]);
+      const lacking = room - (places[i] - places[i - 1]);
       if (lacking > 0.1) { places[i] += lacking / 2; places[i - 1] -= lacking / 2; }
     }
+    places.forEach((place, i) => { places[i] = Math.min(Math.max(place, i * room), height - (places.length - 1 - i) * room); });
   }
   tags.forEach((tag, i) => { tag.shift = places[i] - pixel(tag.y); });
 }

@@ -107,8 +107,9 @@ function renderComparison(parent, { study, variants, variantName }) {
 function renderOverview(place, study, variants, variantName) {
   const rows = study.comparisons || [];
   if (!rows.length) return;
-  const head = ["variant", ...study.pairs.map(String)];
-  const lines = variants.filter((variant) => variant !== study.baseline).map((variant) => [variantName(variant), ...study.pairs.map((pair) => {
+  const overall = rows.some((row) => row.pair === "all") ? ["all"] : []; // the agents of all pairs together
+  const head = ["variant", ...study.pairs.map(String), ...overall.map(() => "all pairs")];
+  const lines = variants.filter((variant) => variant !== study.baseline).map((variant) => [variantName(variant), ...[...study.pairs, ...overall].map((pair) => {
     const own = rows.filter((row) => row.pair === pair && row.variant === variant);
     return { text: differenceCell(own.find((row) => row.agent === "all") || (own.length === 1 ? own[0] : null)) };
   })]);
@@ -207,7 +208,7 @@ function renderCurves(parent, { study, variants, variantColour, variantDash }) {
           const x = (curve) => curve[axis].map((value) => value / unit);
           return lineChart({
             lines: curves.map((curve) => ({ name: curve.variant, x: x(curve), y: curve.mean, colour: variantColour(curve.variant), dash: variantDash(curve.variant), markers: curve.mean.length < 25 })),
-            bands: curves.filter((curve) => curve.seeds > 1).map((curve) => ({ x: x(curve), low: curve.low, high: curve.high, colour: variantColour(curve.variant), opacity: 0.13, names: [`${curve.variant}, lowest`, `${curve.variant}, highest`] })),
+            bands: curves.filter((curve) => curve.seeds > 1).map((curve) => ({ x: x(curve), low: curve.low, high: curve.high, colour: variantColour(curve.variant), opacity: curves.length > 5 ? 0.07 : 0.13, names: [`${curve.variant}, lowest`, `${curve.variant}, highest`] })),
             xTitle, xFormat: axis === "seconds" ? "~g" : ",",
           })(width, height);
         },
