@@ -1,0 +1,72 @@
+"""Markdown tables of a study: python docs/results/tables.py STUDY.json [STUDY.json]...
+
+Accuracies are means over seeds in percent, on held-out problems; differences are paired by seed, in points, with 95 %
+intervals (Student's t over seeds).
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    for path in sys.argv[1:]:
+        study = json.loads(Path(path).read_text(encoding="utf-8"))
+        done = sum(run["status"] == "done" for run in study["runs"])
+        print(f"### {study['title']}\n\n{done} of {len(study['runs'])} runs, seeds {study['seeds']}.\n")
+        print(accuracies(study), differences(study), costs(study), sep="\n\n", end="\n\n")
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def accuracies(study: dict[str, Any]) -> str:
+    cells = {(row["pair"], row["agent"], row["variant"]): row for row in study["agents"]}
+    places = list(dict.fromkeys((row["pair"], row["agent"]) for row in study["agents"]))
+    rows = [["start", *(start(study, *place) for place in places)]]
+    for variant in study["variants"]:
+        found = [cells.get((*place, variant)) for place in places]
+        rows.append([f"`{variant}`", *("" if row is None else percent(row["mean"]) for row in found)])
+    return table(["accuracy", *(f"{pair}: {agent}" for pair, agent in places)], rows)
+
+
+def start(study: dict[str, Any], pair: str, agent: str) -> str:
+    return next(percent(row["start"]) for row in study["agents"] if (row["pair"], row["agent"]) == (pair, agent))
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def differences(study: dict[str, Any]) -> str:
+    """The mean over the agents of each pair, and of all."""
+    of_pairs = {(row["pair"], row["variant"]): row for row in study["comparisons"] if row["agent"] == "all"}
+    pairs = list(dict.fromkeys(pair for pair, _ in of_pairs))
+    rows = []
+    for variant in study["variants"]:
+        if variant != study["baseline"] and any((pair, variant) in of_pairs for pair in pairs):
+            rows.append([f"`{variant}`", *(difference(of_pairs.get((pair, variant))) for pair in pairs)])
+    return table([f"mean of the agents − `{study['baseline']}`", *pairs], rows)
+
+
+def difference(row: dict[str, Any] | None) -> str:
+    if row is None or row["difference"] is None:
+        return "–"
+    interval = "" if row["low"] is None else f" [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
+    return f"{100 * row['difference']:+.1f}{interval}, {row['wins']} of {row['seeds']} seeds"
+
+
+def costs(study: dict[str, Any]) -> str:
+    rows = []
+    for row in study["accounting"]:
+        if row["rollouts"] is not None:
+            counts = [f"{row[name]:,.0f}" for name in ("rollouts", "tokens", "tokens_trained", "updates", "seconds")]
+            rows.append([row["pair"], f"`{row['variant']}`", *counts])
+    return table(["pair", "variant", "rollouts", "tokens sampled", "tokens trained", "updates", "seconds"], rows)
+
+
+if __name__ == "__main__":
+    main()
