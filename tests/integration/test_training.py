@@ -242,8 +242,8 @@ def test_side_by_side_on_a_cpu_gives_the_same_as_one_after_the_other(make_config
         "config = RunConfig.load(sys.argv[1])\n"
         "workers = int(sys.argv[2])\n"
         "executor = local.LocalExecutor.__init__\n"
-        "def patched(self, config):\n"
-        "    executor(self, config); self.workers = workers\n"
+        "def patched(self, *arguments):\n"
+        "    executor(self, *arguments); self.workers = workers\n"
         "local.LocalExecutor.__init__ = patched\n"
         "train(config)\n"
     )

@@ -1,0 +1,147 @@
+"""Sampling by vLLM, inside this process: its own copy of the weights, updated in place when they have changed.
+
+vLLM reports raw log-probabilities by default; here they are those after temperature. After top-p and top-k they would be
+renormalised over what was left, which is not what a learner computes: use `recompute_logprobs: true` with these.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from hacrl.errors import UserError
+from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.rollout import Completion
+from hacrl.rollouts.sampling import length_at_stop
+
+CHECKSUM_TOLERANCE = 1e-9
+"""Relative; both sides add the same numbers in float64, in another order."""
+PROBE_LENGTH = 16
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest difference of a log-probability after an update. Rounding stays far below, other weights do not."""
+
+
+class VLLMEngine:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        max_length: int,
+        batch_size: int,
+        options: dict[str, Any],
+    ) -> None:
+        """`options` go to vllm.LLM as they are, over what is set here."""
+        self.model, self.tokenizer, self.stop_ids = model, tokenizer, list(stop_ids)
+        vllm = import_vllm()
+        parameter = next(model.parameters())
+        settings = {
+            "model": folder,
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "max_model_len": max_length,
+            "max_num_seqs": batch_size,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",  # nothing of the model's own sampling defaults
+            "disable_log_stats": True,
+        }
+        self._sampling_params = vllm.SamplingParams
+        self.engine: Any = vllm.LLM(**{**settings, **options})
+
+    def refresh(self) -> None:
+        """Take over the model's weights as they are now; UserError if vLLM does not have them then."""
+        weights = iter([(name, tensor.detach()) for name, tensor in self.model.state_dict().items()])
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.engine.reset_prefix_cache()
+        self._check()
+
+    def _check(self) -> None:
+        """Two looks: sums of the tensors that vLLM keeps as they are, and log-probabilities, which depend on all."""
+        ours, theirs = checksums(self.model), self.engine.apply_model(checksums)[0]
+        wrong = [
+            name
+            for name in ours.keys() & theirs.keys()
+            if not abs(ours[name][0] - theirs[name][0]) <= CHECKSUM_TOLERANCE * ours[name][1]
+        ]
+        gap = self._probe()
+        if wrong or not gap <= PROBE_TOLERANCE[next(self.model.parameters()).dtype]:
+            where = f"{wrong[0]} has another sum" if wrong else f"a log-probability differs by {gap:.2g}"
+            raise UserError(
+                f"vLLM does not have the learner's weights after an update ({where}): its rollouts would be another "
+                "model's. Use engine: native for this agent."
+            )
+
+    @torch.no_grad()
+    def _probe(self) -> float:
+        """The largest difference between vLLM's and the model's own log-probabilities of some tokens."""
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
+        ids = [(7919 * t + 1) % vocabulary for t in range(PROBE_LENGTH)]
+        request = self._sampling_params(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        (output,) = self.engine.generate([{"prompt_token_ids": ids}], request, use_tqdm=False)
+        theirs = [at[token].logprob for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        device = next(self.model.parameters()).device
+        logits_TV = self.model(torch.tensor([ids], device=device)).logits[0, :-1].float()
+        ours_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
+        return float((ours_T.cpu() - torch.tensor(theirs)).abs().max())
+
+    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+        G = params.num_generations
+        requests = [
+            self._sampling_params(
+                n=G,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                max_tokens=params.max_completion_length,
+                # Completions of a request take the seeds that follow its own.
+                seed=(seed + position * G) % 2**63,
+                stop_token_ids=self.stop_ids,
+                ignore_eos=True,  # the stop tokens say all
+                stop=list(params.stop),
+                include_stop_str_in_output=True,
+                detokenize=bool(params.stop),
+                skip_special_tokens=False,
+                logprobs=0,  # of the sampled token alone
+            )
+            for position in range(len(prompts))
+        ]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.engine.generate(inputs, requests, use_tqdm=False)
+        return [[self._completion(output, params) for output in request.outputs] for request in outputs]
+
+    def _completion(self, output: Any, params: SamplingParams) -> Completion:
+        tokens = list(output.token_ids)
+        logps = [float(at[token].logprob) for token, at in zip(tokens, output.logprobs, strict=True)]
+        ended = bool(tokens) and tokens[-1] in self.stop_ids
+        stop = length_at_stop(self.tokenizer, tokens, 0, params.stop) if params.stop else None
+        if stop is not None and not (ended and stop == len(tokens)):
+            return Completion(tokens[:stop], logps[:stop], "stop", False)
+        return Completion(tokens, logps, "stop" if ended else "length", ended)
+
+
+def import_vllm() -> Any:
+    # In this process: weights are handed over as tensors.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            f"engine: vllm needs vLLM, which cannot be imported ({error}): pip install 'hacrl[vllm]'."
+        ) from error
+    return vllm
+
+
+def checksums(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Sum, and sum of absolute values, of each parameter that is there: padding with zeros does not matter."""
+    found = {}
+    for name, tensor in model.named_parameters():
+        if tensor.numel():  # vLLM's CPU build packs the weights of linear layers and leaves nothing here
+            values = tensor.detach().to(torch.float64)
+            found[name] = float(values.sum()), float(values.abs().sum())
+    return found
