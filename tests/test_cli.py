@@ -676,6 +676,35 @@ def test_resume_with_a_config_that_was_spoilt(hacrl: Run) -> None:
 # --- eval ------------------------------------------------------------------------------------------------------------
 
 
+def test_eval_on_benchmarks(hacrl: Run) -> None:
+    rows = [{"question": problem["prompt"], "answer": f"#### {problem['answer']}"} for problem in PROBLEMS]
+    Path("data").mkdir()
+    Path("data/gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    Path("data/gsm8k_train.jsonl").write_text(json.dumps(rows[0]), encoding="utf-8")
+    given = ["--data", "data", "--k", "2", "--limit", "3", "--max-completion-length", "8", "--system-prompt", ""]
+    arguments = ["eval", "zoo:llama-weak", "--benchmarks", "gsm8k,gsm8k:train", *given, f"fast={FAST}"]
+    result = hacrl(*arguments)
+    assert (result.code, result.err) == (0, "")
+    for part in ("model: zoo:llama-weak", "gsm8k:train", "3 × 2", "mean", "runs/eval-llama-weak"):
+        assert part in result.out
+    before = contents()
+    assert before.keys() >= {f"runs/eval-llama-weak/{name}.jsonl" for name in ("gsm8k", "gsm8k-train")}
+    assert hacrl(*arguments) == result
+    assert contents() == before
+    assert_refused(hacrl(*arguments, "--seed", "1"), "other settings: seed 0, now 1")
+    assert_refused(hacrl("eval", "zoo:llama-weak", "--k", "2"), "--k needs --benchmarks")
+    assert_refused(hacrl("eval", "zoo:llama-weak", "top_p=0.9"), "KEY=VALUE needs --benchmarks")
+    assert_refused(hacrl("eval"), "Which model?")
+
+    checked = hacrl("eval", "--check-verifier", "--data", "data")
+    assert (checked.code, checked.err) == (0, "")
+    assert (
+        "gsm8k: 4 of 4 references right, 4 of 4 worked solutions right, 4 of 4 shuffled references wrong" in checked.out
+    )
+    assert "gsm8k:train: 1 of 1 references right" in checked.out
+    assert_refused(hacrl("eval", "--check-verifier"), "--data")
+
+
 def test_eval_of_what_is_not_there(hacrl: Run) -> None:
     write_run(["1"])
     Path("answers.jsonl").write_text("precious", encoding="utf-8")

@@ -5,23 +5,35 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions
-from hacrl.config import RunConfig, TaskConfig, parse_algorithm
+from hacrl.config import (
+    CurriculumConfig,
+    ModelSettings,
+    PartConfig,
+    RunConfig,
+    SourceConfig,
+    TaskConfig,
+    parse_algorithm,
+)
 from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
+from hacrl.training.warmup.config import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
+from hacrl.training.warmup.stage import warm_up
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
+TASKS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
@@ -34,9 +46,9 @@ def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
         yield header, rows
 
 
-def first_column(heading: str) -> list[str]:
+def first_column(heading: str, text: str = ALGORITHM) -> list[str]:
     """Everything in code style in the first column of the tables with this heading."""
-    cells = [row[0] for header, rows in tables(ALGORITHM) if header[0] == heading for row in rows]
+    cells = [row[0] for header, rows in tables(text) if header[0] == heading for row in rows]
     return [name for cell in cells for name in CODE.findall(cell)]
 
 
@@ -74,6 +86,8 @@ def default_of(option: str) -> Any:
             return getattr(CapabilityOptions(), name)
         case "task":
             return TaskConfig.model_fields[name].default
+        case "lora":
+            return LoraConfig.model_fields[name].default
     assert section == "", option
     return RunConfig.model_fields[name].default
 
@@ -117,6 +131,54 @@ def test_options_of_the_other_ways_to_share_are_those_of_the_code() -> None:
     assert documented == {
         (name, option): getattr(ALGORITHMS[name](), option) for name, own in options.items() for option in own
     }
+
+
+def defaults(section: type[BaseModel], prefix: str = "", without: Iterable[str] = ()) -> dict[str, Any]:
+    """Every option of a section of the config; those that must be given have none."""
+    fields = {name: field for name, field in section.model_fields.items() if name not in without}
+    return {f"{prefix}{name}": f.get_default(call_default_factory=True) for name, f in fields.items()}
+
+
+@pytest.mark.parametrize(
+    ("heading", "expected"),
+    [
+        (
+            "option of task",
+            defaults(TaskConfig, "task.")
+            | defaults(CurriculumConfig, "task.curriculum.", without=["stages"])
+            | defaults(PartConfig, "task.mixture.", without=SourceConfig.model_fields),
+        ),
+        (
+            "option of warm-up",
+            defaults(WarmupConfig, without=[*ModelSettings.model_fields.keys() - {"learning_rate"}, "agents"])
+            | defaults(DataConfig, "data.")
+            | defaults(WarmupAgentConfig, "agents.", without=[*WarmupSettings.model_fields, "id"]),
+        ),
+    ],
+)
+def test_options_of_tasks_and_warm_up_are_documented(heading: str, expected: dict[str, Any]) -> None:
+    ((_, rows),) = [table for table in tables(TASKS) if table[0][:2] == [heading, "default"]]
+    assert {CODE.findall(row[0])[0]: yaml.safe_load(row[1].strip("`")) for row in rows} == expected
+
+
+@pytest.mark.parametrize("snippet", blocks(ROOT / "docs" / "tasks.md", "yaml"))
+def test_the_configs_of_tasks_and_warm_up_are_valid(snippet: str) -> None:
+    data = yaml.safe_load(snippet)
+    if "agents" in data:
+        WarmupConfig.from_dict(data)
+    else:
+        RunConfig.from_dict({"agents": [{"id": "a", "model": "zoo:llama-plus"}], **data})
+
+
+def test_files_and_metrics_of_a_warm_up_are_documented(tmp_path: Path) -> None:
+    agent = {"id": "a", "model": "zoo:llama-weak", "max_layers": 1, "data": {"task": {"name": "arithmetic"}}}
+    task = {"name": "arithmetic", "eval_size": 2}
+    sizes = {"max_steps": 1, "batch_size": 2, "eval_size": 2}
+    result = warm_up(WarmupConfig.from_dict({"agents": [agent], "task": task, "output_dir": str(tmp_path), **sizes}))
+    names = {documented_name(name, ["a"]) for line in RunDir(result.run_dir).metrics() for name in line}
+    assert names == set(first_column("metric of warm-up", TASKS))
+    files = {name.rstrip("/").split("/")[0] for name in first_column("file of warm-up", TASKS)}
+    assert {re.sub(r"checkpoint-\d+", "checkpoint-<step>", path.name) for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.parametrize("line", blocks(ROOT / "docs" / "algorithm.md", "sh")[0].splitlines())
@@ -239,7 +301,19 @@ def test_every_file_of_a_run_is_documented(run: RunDir) -> None:
 
 # --- the rules of the house ------------------------------------------------------------------------
 
-ROOMS = ["cli", "study", "training", "execution", "agents", "rollouts", "decoder", "tasks", "config", "algorithms"]
+ROOMS = [
+    "cli",
+    "study",
+    "evaluation",
+    "training",
+    "execution",
+    "agents",
+    "rollouts",
+    "decoder",
+    "tasks",
+    "config",
+    "algorithms",
+]
 
 
 def test_arrows_point_one_way() -> None:

@@ -66,6 +66,37 @@ def train(
 
 
 @app.command()
+def warmup(
+    source: Annotated[str, typer.Argument(metavar="YAML", help="A YAML file, or a warm-up to resume.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example max_steps=50 seed=1.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the warm-up in its folder.")] = False,
+) -> None:
+    """Teach models the form of answers from written ones, before reinforcement learning."""
+    from hacrl.training.warmup.stage import given_config, warm_up
+
+    config = given_config(source, overrides or [], resume)
+    try:
+        result = warm_up(config, resume=resume, console=console)
+    except KeyboardInterrupt:
+        fail(f"interrupted; continue with `hacrl warmup {config.output_dir} --resume`.", 130)
+    if result.already_finished:
+        console.print(f"{result.run_dir} is already finished. Nothing to do.", markup=False)
+    table = Table(title=Text(f"Warm-up, {result.summary['steps']} steps"), title_justify="left")
+    names = ("start_loss", "final_loss", "start_accuracy", "final_accuracy")
+    for name in ("agent", *(name.replace("_", " ") for name in names), "rows", "dropped"):
+        table.add_column(name, justify="left" if name == "agent" else "right")
+    for agent_id, agent in result.summary["agents"].items():
+        numbers = ["–" if agent[name] is None else f"{agent[name]:.3f}" for name in names]
+        table.add_row(agent_id, *numbers, f"{agent['rows']:,}", f"{sum(agent['dropped'].values()):,}")
+    console.print(table)
+    agents = [{"id": agent_id, "model": str(model)} for agent_id, model in result.models.items()]
+    print("Use them in a config:")
+    print(yaml.safe_dump({"agents": agents}, sort_keys=False), end="")
+
+
+@app.command()
 def demo(
     output_dir: Annotated[str | None, typer.Option(help="Default: the next free runs/demo-N.")] = None,
     overrides: Overrides = None,
@@ -112,23 +143,108 @@ def study(
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="zoo:NAME, a folder, a hub id, or a run.")],
-    config: Annotated[str, typer.Option(help="A preset or YAML file whose task and settings are used.")] = "demo",
+    target: Annotated[
+        str | None, typer.Argument(metavar="MODEL_OR_RUN", help="zoo:NAME, a folder, a hub id, or a run.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --benchmarks: dtype=bfloat16 top_p=0.95.")
+    ] = None,
+    benchmarks: Annotated[
+        str | None, typer.Option(help="For example gsm8k,math500,aime25; default: the task's held-out problems.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the benchmarks' files; default: the hub.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="Completions of each problem; default: 1, AIME 30.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A preset or YAML file whose settings (and task: demo) are used for a model.")
+    ] = None,
     checkpoint: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")] = None,
-    problems: Annotated[int | None, typer.Option(min=1, help="How many held-out problems.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write every answer with its verdict to this file.")] = None,
+    problems: Annotated[
+        int | None, typer.Option("--problems", "--limit", min=1, help="How many problems (of each benchmark).")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for every answer with its verdict; with --benchmarks, a folder.")
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="Default: the run's; of a model: asks for a box.")] = None,
+    max_completion_length: Annotated[int | None, typer.Option(min=1, help="Default: the run's, or 4096.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: 0 for k = 1, else the run's or 1.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Default: the run's, or 0.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Completions at once; default: the run's, or 64.")
+    ] = None,
+    check_verifier: Annotated[
+        bool, typer.Option("--check-verifier", help="Judge the benchmarks' own answers in --data; no model.")
+    ] = False,
 ) -> None:
-    """Accuracy on held-out problems of a model, or of every agent of a run."""
-    from hacrl.evaluation import evaluate_target
+    """Accuracy of a model, or of every agent of a run: on held-out problems, or on the usual benchmarks."""
+    names = [name.strip() for name in benchmarks.split(",") if name.strip()] if benchmarks is not None else None
+    if check_verifier:
+        if target is not None or data is None:
+            raise UserError("--check-verifier takes no model, and --data with the folder of the benchmarks' files.")
+        print_checks(names, data)
+        return
+    if target is None:
+        raise UserError("Which model? Give zoo:NAME, a folder, a hub id, or a run.")
+    if names is not None:
+        from hacrl.evaluation.benchmarks import Options, evaluate_benchmarks
+
+        options = Options(
+            names,
+            data=data,
+            k=k,
+            config=config,
+            checkpoint=checkpoint,
+            system_prompt=system_prompt,
+            max_completion_length=max_completion_length,
+            temperature=temperature,
+            seed=seed,
+            limit=problems,
+            batch_size=batch_size,
+            output=output,
+            overrides=overrides or [],
+        )
+        try:
+            results, folder = evaluate_benchmarks(target, options, console)
+        except KeyboardInterrupt:
+            fail("interrupted; the same command goes on where it stopped.", 130)
+        print_benchmarks(results, folder, names)
+        return
+    given = {
+        "--data": data,
+        "--k": k,
+        "--system-prompt": system_prompt,
+        "--max-completion-length": max_completion_length,
+        "--temperature": temperature,
+        "--seed": seed,
+        "--batch-size": batch_size,
+        "KEY=VALUE": overrides,
+    }
+    for name, value in given.items():
+        if value is not None and value != []:
+            raise UserError(f"{name} needs --benchmarks: the held-out problems are answered as in training.")
+    from hacrl.evaluation.heldout import evaluate_target
 
     table = Table(title=Text(f"Held-out accuracy of {target}"), title_justify="left")
     for name in ("agent", "model", "accuracy", "95 % interval", "problems", "unverified"):
         table.add_column(name, justify="left" if name in ("agent", "model") else "right", overflow="fold")
-    for row in evaluate_target(target, config, checkpoint, problems, output):
+    for row in evaluate_target(target, config or "demo", checkpoint, problems, output):
         interval = f"{row.low:.3f} – {row.high:.3f}"
         numbers = (f"{row.accuracy:.3f}", interval, str(row.problems), str(row.unverified))
         table.add_row(row.agent, Text(row.model), *numbers)
     console.print(table)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    folder: Annotated[Path, typer.Argument(help="Where to save the models; must not exist, or be empty.")],
+    checkpoint: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of their model's weights.")] = False,
+) -> None:
+    """Save the trained models of a run, each in a folder of its agent's name."""
+    from hacrl.training.export import export_run
+
+    for path in export_run(run, folder, checkpoint, merge):
+        console.print(f"Saved in {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -231,8 +347,11 @@ def print_plan(config: RunConfig) -> None:
     for row in plan(config):
         parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
         memory = f"{sum(row.memory.values()):.2f} = {parts}"
-        counts = (row.parameters, row.rollouts_sampled, row.rollouts_used, row.updates)
-        table.add_row(row.id, *[f"{count:,}" for count in counts], memory)
+        if row.host_memory:
+            memory += f"; {row.host_memory:.2f} in the computer's memory"
+        parameters = f"{row.parameters:,}" + (f" + {row.adapters:,} in adapters" if row.adapters else "")
+        counts = (row.rollouts_sampled, row.rollouts_used, row.updates)
+        table.add_row(row.id, parameters, *[f"{count:,}" for count in counts], memory)
     console.print(table)
     console.print(
         f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
@@ -253,6 +372,64 @@ def print_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     console.print(table)
     look = f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}"
     console.print(look, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_benchmarks(results: dict[str, Any], folder: Path, names: list[str]) -> None:
+    def value(figure: dict[str, Any] | None) -> str:
+        return "–" if figure is None or figure["value"] is None else f"{figure['value']:.3f}"
+
+    def interval(figure: dict[str, Any]) -> str:
+        return "–" if figure["low"] is None else f"{figure['low']:.3f} – {figure['high']:.3f}"
+
+    for agent_id, agent in results["agents"].items():
+        table = Table(title=Text(f"{agent_id}: {agent['model']}"), title_justify="left")
+        for name in ("benchmark", "problems", "avg@k", "95 % interval", "maj@k", "best@k"):
+            table.add_column(name, justify="left" if name == "benchmark" else "right")
+        remarks = []
+        for name in names:
+            row = agent["benchmarks"][name]
+            k, figures = row["settings"]["k"], row["figures"]
+            average = figures[f"avg@{k}"]
+            others = [value(figures.get(f"{kind}@{k}")) for kind in ("maj", "best")]
+            problems = f"{row['settings']['problems']:,}" + (f" × {k}" if k > 1 else "")
+            table.add_row(Text(name), problems, value(average), interval(average), *others)
+            for count, what in ((row["unverified"], "have no verdict"), (row["cut_off"], "were cut off")):
+                if count:
+                    remarks.append(f"{name}: {count:,} of {row['completions']:,} completions {what}.")
+        if len(names) > 1:
+            mean = agent["mean"]
+            table.add_section()
+            table.add_row("mean", "", value(mean["avg"]), interval(mean["avg"]))
+            if mean["paper"] != mean["avg"]:
+                table.add_row("mean, AIME by best@k", "", value(mean["paper"]), interval(mean["paper"]))
+        console.print(table)
+        for remark in remarks:
+            console.print(remark, highlight=False, markup=False, emoji=False)
+    console.print(f"Completions, pass@k and more: {folder}", highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def print_checks(names: list[str] | None, data: Path) -> None:
+    from hacrl.evaluation.check import check_verifier
+    from hacrl.tasks.benchmarks import found_in, load_benchmarks
+
+    for check in check_verifier(load_benchmarks(names or found_in(data), data)):
+        wrong = check.shuffled - len(check.shuffled_right) - len(check.shuffled_unverified)
+        lines = [f"{check.name}: {check.references - len(check.not_right)} of {check.references} references right"]
+        if check.solutions:
+            right = check.solutions - len(check.solutions_not_right)
+            lines[0] += f", {right} of {check.solutions} worked solutions right"
+        lines[0] += f", {wrong} of {check.shuffled} shuffled references wrong ({check.source})"
+        for exceptions, what in (
+            (check.without_reference, "no reference"),
+            (check.not_right, "reference not right"),
+            (check.spelling_only, "right only if spelled the same"),
+            (check.solutions_not_right, "solution not right"),
+            (check.shuffled_right, "shuffled but right"),
+            (check.shuffled_unverified, "shuffled, no verdict"),
+        ):
+            lines += [f"  {what}: {exception}" for exception in exceptions]
+        for line in lines:
+            console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def fail(message: str, code: int) -> NoReturn:

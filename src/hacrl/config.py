@@ -7,7 +7,7 @@ wrong types and impossible combinations before anything is loaded.
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -57,21 +57,24 @@ def is_number(annotation: Any) -> bool:
     return annotation in (int, float) or any(is_number(part) for part in get_args(annotation))
 
 
-class Settings(Strict):
-    """Settings of an agent. Given for the run they hold for all agents; an agent may override each."""
+class LoraConfig(Strict):
+    """Adapters beside a model's layers, in place of all its weights."""
 
-    num_generations: Positive = 8
-    """G: completions sampled for each prompt."""
+    r: Positive = 16
+    """Rank."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What adapters add is multiplied by alpha / r."""
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the layers that get adapters; default: all linear layers but the output projection."""
+
+
+class ModelSettings(Strict):
+    """How a model is opened, prompted and updated: in a run, and in a warm-up before it."""
+
     max_prompt_length: Positive = 512
     max_completion_length: Positive = 256
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Count = 0
-    """0: no limit."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion, besides the model's end-of-turn tokens."""
-    num_iterations: Positive = 1
-    """Passes over a batch."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
@@ -81,14 +84,18 @@ class Settings(Strict):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    lora: LoraConfig | None = None
+    """Train adapters only. Agents of a process with the same model, dtype and device share its weights."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit: moments of 8 bits, by bitsandbytes, on CUDA."""
+    optimizer_offload: bool = False
+    """Keep float32 weights, gradients and moments in the computer's memory, and update there."""
     micro_batch_size: Positive | None = None
     """Rollouts in one forward and backward pass; default: as many as fit into memory. Changes memory and speed only."""
     gradient_checkpointing: bool | None = None
     """Keep no activations inside layers, compute them again; default: where a rollout would not fit into memory."""
     sampling_batch_size: Positive = 512
     """Completions decoded at once."""
-    mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of the objective (they still count in the baseline)."""
     system_prompt: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the chat template, for example {enable_thinking: false}."""
@@ -97,20 +104,92 @@ class Settings(Strict):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """auto: the first GPU if there is one."""
     trust_remote_code: bool = False
+    fast: bool = True
+    """False: the plain implementation, which computes the same and is what the fast one is tested against."""
+
+
+class ResourcesConfig(Strict):
+    """What an agent takes of a Ray cluster."""
+
+    num_cpus: Positive = 1
+    """Cores, and torch's threads."""
+    num_gpus: Annotated[float, Field(ge=0)] | None = None
+    """Default: 0 for `device: cpu` or where the cluster has no GPU, else 1."""
+    custom: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Resources that nodes were started with: `ray start --resources='{"big": 1}'`."""
+
+
+class RayConfig(Strict):
+    """Where agents run with `execution: ray`, and what is done when one is lost."""
+
+    address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:\d+)$")] | None = None
+    """auto: the cluster of this machine; HOST:PORT: that one; null: a Ray of the run's own, on this machine."""
+    on_failure: Literal["restart", "stop"] = "restart"
+    """When an agent's process or node is lost: go on from the newest checkpoint, or end the run."""
+    max_restarts: Count = 3
+    """So often in one call of `hacrl train`."""
+    placement_timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds to wait for the resources of all agents."""
+
+
+class Settings(ModelSettings):
+    """Settings of an agent. Given for the run they hold for all agents; an agent may override each."""
+
+    num_generations: Positive = 8
+    """G: completions sampled for each prompt."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    """0: no limit."""
+    num_iterations: Positive = 1
+    """Passes over a batch."""
+    mask_truncated_completions: bool = False
+    """Leave completions that were cut off out of the objective (they still count in the baseline)."""
     log_kl: bool = True
     """Log the KL divergence to the starting model even when beta is 0; keeps a copy of its weights."""
     max_logprob_gap: Annotated[float, Field(gt=0)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities."""
     recompute_logprobs: bool | None = None
     """Take own old log-probabilities from the learner, not from the sampler; default: if dtype is bfloat16."""
-    fast: bool = True
-    """False: the plain implementation, which computes the same and is what the fast one is tested against."""
+    engine: Literal["native", "vllm"] = "native"
+    """What samples: the built-in decoder on the weights that are trained, or vLLM, whose copy follows each update."""
+    vllm: dict[str, Any] = {}
+    """Passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
+    sampler_ratio_max: Annotated[float, Field(ge=1)] | None = None
+    """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: do not."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """With `execution: ray`."""
+    fsdp: Positive = 1
+    """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each from `device` on."""
 
 
 class AgentConfig(Settings):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     model: str
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
+
+    @model_validator(mode="after")
+    def _possible_engine(self) -> Self:
+        if self.engine == "vllm":
+            if self.lora is not None:
+                raise ValueError("engine: vllm samples from whole weights; use engine: native with lora")
+            if (self.top_p < 1 or self.top_k) and not self.recomputes_logprobs:
+                raise ValueError(
+                    "engine: vllm reports log-probabilities after top_p and top_k; add recompute_logprobs: true"
+                )
+        if self.sampler_ratio_max is not None and not self.recomputes_logprobs:
+            raise ValueError("sampler_ratio_max compares with the learner's own: add recompute_logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _one_optimizer(self) -> Self:
+        if self.optimizer == "adamw_8bit" and self.optimizer_offload:
+            raise ValueError("optimizer_offload updates on the CPU, where adamw_8bit does not work; choose one of them")
+        if self.fsdp > 1:
+            for name in ("lora", "optimizer", "optimizer_offload", "engine"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"fsdp: an agent in several processes has no {name}; leave it out")
+        return self
 
     @property
     def recomputes_logprobs(self) -> bool:
@@ -123,14 +202,34 @@ class RewardConfig(Strict):
     weight: float = 1.0
 
 
-class TaskConfig(Strict):
-    """Where problems come from and how answers are verified."""
+class CurriculumConfig(Strict):
+    """Stages of a task from reasoning-gym, from easy to hard."""
 
-    name: Literal["arithmetic"] | None = None
-    """A built-in procedural task. Otherwise give `train`."""
+    stages: Annotated[list[dict[str, Any]], Field(min_length=2)]
+    """Options of each stage, over `options`."""
+    threshold: float = 0.8
+    """The next stage begins when the mean reward of the last `window` steps is at least this."""
+    window: Positive = 5
+
+
+class SourceConfig(Strict):
+    """One source of problems and how answers to them are verified."""
+
+    name: str | None = None
+    """A procedural task: arithmetic, or gym:GENERATOR of reasoning-gym. Otherwise give `train`."""
     min_operators: Positive = 2
     max_operators: Positive = 3
     max_operand: Annotated[int, Field(ge=9, le=99)] = 99
+    minus_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Of arithmetic: the share of chains that lean to subtraction."""
+    options: dict[str, Any] = {}
+    """Of a gym task: the generator's own."""
+    answer: Literal["tag", "last_line", "whole"] = "tag"
+    """Of a gym task, what is scored: the text in the last <answer>...</answer>, the last line, or all of it."""
+    instruction: str | None = None
+    """Of a gym task: added to every question; default: a sentence that asks for an answer in that form."""
+    curriculum: CurriculumConfig | None = None
+    """Of a gym task: from easy to hard."""
     train: str | None = None
     """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""
     eval: str | None = None
@@ -139,16 +238,21 @@ class TaskConfig(Strict):
     """Subsets of hub data sets."""
     train_split: str = "train"
     eval_split: str = "test"
-    """Split of a hub data set; for arithmetic `test` or `validation`."""
-    eval_size: Positive = 500
-    """At most so many held-out problems are used during training."""
+    """Split of a hub data set; for procedural tasks `test` or `validation`."""
     reward: list[RewardConfig] = []
     """exact, math or module:function; or a list of them with weights."""
     reward_timeout: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds for one completion in `math`."""
+    """Seconds for one completion in `math`, and in the scorer of a gym task."""
     reward_call_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds for one call of your own function."""
     reward_workers: Positive = 2
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is None or name == "arithmetic" or name.startswith("gym:"):
+            return name
+        raise ValueError(f"expected 'arithmetic' or gym:GENERATOR, not {name!r}")
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -160,10 +264,19 @@ class TaskConfig(Strict):
         listed = [reward] if isinstance(reward, str) else reward
         return [{"name": item} if isinstance(item, str) else item for item in listed]
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    @property
+    def generator(self) -> str | None:
+        """The name of a gym task's generator."""
+        return self.name.removeprefix("gym:") if self.name and self.name.startswith("gym:") else None
+
+    @property
+    def has_heldout(self) -> bool:
+        return self.name is not None or self.eval is not None
+
+    def check_source(self) -> None:
+        """ValueError unless this says where problems come from."""
         if (self.name is None) == (self.train is None):
-            raise ValueError("give either name (a built-in task: arithmetic) or train (a file), not both")
+            raise ValueError("give either name (arithmetic, or gym:GENERATOR) or train (a file), not both")
         if self.name is None and not self.reward:
             raise ValueError("reward is missing: exact, math or module:function")
         if self.name is not None and self.reward:
@@ -172,8 +285,54 @@ class TaskConfig(Strict):
             raise ValueError(f"the task {self.name} has its own held-out problems: remove eval")
         if self.min_operators > self.max_operators:
             raise ValueError("min_operators is larger than max_operators")
-        if self.name == "arithmetic" and self.eval_split not in ("test", "validation"):
-            raise ValueError("eval_split of arithmetic is test or validation")
+        if self.name is not None and self.eval_split not in ("test", "validation"):
+            raise ValueError(f"eval_split of {self.name} is test or validation")
+        if self.generator is None:
+            for option in ("options", "answer", "instruction", "curriculum"):
+                if getattr(self, option) != SourceConfig.model_fields[option].default:
+                    raise ValueError(f"{option} is for tasks from reasoning-gym (name: gym:GENERATOR): remove it")
+
+
+class PartConfig(SourceConfig):
+    """One part of a mixture."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """What metrics call it; default: the task's or the file's name."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.id or self.generator or self.name or Path(str(self.train)).stem
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        self.check_source()
+        return self
+
+
+class TaskConfig(SourceConfig):
+    """Where problems come from and how answers are verified."""
+
+    mixture: list[PartConfig] = []
+    """Several sources in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
+    eval_size: Positive = 500
+    """At most so many held-out problems are used during training."""
+
+    @property
+    def has_heldout(self) -> bool:
+        return super().has_heldout or any(part.has_heldout for part in self.mixture)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if not self.mixture:
+            self.check_source()
+            return self
+        for field in SourceConfig.model_fields:
+            if getattr(self, field) != SourceConfig.model_fields[field].default:
+                raise ValueError(f"{field} belongs to a part of the mixture, not beside it")
+        labels = [part.label for part in self.mixture]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"mixture: every part needs an id of its own, but they are {', '.join(labels)}")
         return self
 
 
@@ -205,20 +364,17 @@ class RunConfig(Settings):
     """Write one line for every rollout each learner used in each update."""
     report_to: list[str] = []
     """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
+    execution: Literal["local", "ray"] = "local"
+    """local: all agents in one process. ray: each in a process of its own, on one machine or a cluster."""
+    ray: RayConfig = RayConfig()
+    overlap: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: agents sample the next step's rollouts before they learn from this step's, without waiting for each other."""
     output_dir: str = "runs/default"
 
     @model_validator(mode="before")
     @classmethod
     def _share_settings(cls, data: Any) -> Any:
-        """What is set for the run holds for each agent that does not set it itself."""
-        if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
-            return data
-        shared = {name: data[name] for name in Settings.model_fields if name in data}
-        agents = []
-        for agent in data["agents"]:
-            own = agent.model_dump(exclude_unset=True) if isinstance(agent, AgentConfig) else agent
-            agents.append({**shared, **own} if isinstance(own, dict) else own)
-        return {**data, "agents": agents}
+        return share_settings(data, Settings)
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -252,8 +408,17 @@ class RunConfig(Settings):
                     self.algorithm.check_schedule(self.updates_per_step(agent) * agent.num_iterations)
             except ValueError as error:
                 raise ValueError(f"algorithm: {error}") from error
-        if self.keep_best and self.task.name is None and self.task.eval is None:
+        if self.keep_best and not self.task.has_heldout:
             raise ValueError("keep_best: the best checkpoint is chosen on held-out problems; set task.eval")
+        if self.overlap and self.dynamic_sampling:
+            raise ValueError("overlap: dynamic_sampling needs the rewards before it samples more; choose one of them")
+        for agent in self.agents:
+            if self.execution == "ray" and agent.device.startswith("cuda:"):
+                raise ValueError(f"agents.{agent.id}.device: Ray chooses the GPU; write cuda, not {agent.device}")
+            if self.execution == "ray" and agent.fsdp > 1:
+                raise ValueError(f"agents.{agent.id}.fsdp: its processes are on one machine; use execution: local")
+            if self.execution == "ray" and agent.device == "cuda" and agent.resources.num_gpus == 0:
+                raise ValueError(f"agents.{agent.id}.resources.num_gpus: device: cuda needs a GPU, not 0")
         return self
 
     def rollouts_per_prompt(self, learner: AgentConfig) -> int:
@@ -285,14 +450,31 @@ class RunConfig(Settings):
 
     def to_yaml(self) -> str:
         """The resolved config; an agent's settings only where they differ from the run's."""
-        data = self.model_dump(mode="json")
-        for agent in data["agents"]:
-            for name in Settings.model_fields:
-                if agent[name] == data[name]:
-                    del agent[name]
+        data = without_shared_settings(self.model_dump(mode="json"), Settings)
         order = ["algorithm", "agents", "task"]
         data = {**{name: data[name] for name in order}, **data}
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def share_settings(data: Any, settings: type[Strict]) -> Any:
+    """What is set for the run holds for each agent that does not set it itself."""
+    if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
+        return data
+    shared = {name: data[name] for name in settings.model_fields if name in data}
+    agents = []
+    for agent in data["agents"]:
+        own = agent.model_dump(exclude_unset=True) if isinstance(agent, settings) else agent
+        agents.append({**shared, **own} if isinstance(own, dict) else own)
+    return {**data, "agents": agents}
+
+
+def without_shared_settings(data: dict[str, Any], settings: type[Strict]) -> dict[str, Any]:
+    """The same config with an agent's settings only where they differ from the run's."""
+    agents = [
+        {name: value for name, value in agent.items() if name not in settings.model_fields or value != data[name]}
+        for agent in data["agents"]
+    ]
+    return {**data, "agents": agents}
 
 
 def parse_algorithm(value: Any) -> Algorithm:
@@ -333,13 +515,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
 SECTIONS: dict[tuple[str, ...], type[Strict]] = {
     (): RunConfig,
     ("agents",): AgentConfig,
+    ("lora",): LoraConfig,
+    ("agents", "lora"): LoraConfig,
+    ("resources",): ResourcesConfig,
+    ("agents", "resources"): ResourcesConfig,
+    ("ray",): RayConfig,
     ("task",): TaskConfig,
     ("task", "reward"): RewardConfig,
+    ("task", "curriculum"): CurriculumConfig,
+    ("task", "mixture"): PartConfig,
+    ("task", "mixture", "reward"): RewardConfig,
+    ("task", "mixture", "curriculum"): CurriculumConfig,
 }
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One line for each mistake: the place, the value and what to do."""
+def explain(error: ValidationError, sections: Mapping[tuple[str, ...], type[Strict]] = SECTIONS) -> list[str]:
+    """One line for each mistake: the place, the value and what to do. `sections` are the tree's, by their place."""
     items = error.errors()
     for_the_run = {item["loc"] for item in items}
     lines = []
@@ -350,8 +541,8 @@ def explain(error: ValidationError) -> list[str]:
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if item["type"] == "extra_forbidden":
             section = tuple(part for part in item["loc"][:-1] if isinstance(part, str))
-            key, model = str(item["loc"][-1]), SECTIONS.get(section, RunConfig)
-            if model is AgentConfig and key in RunConfig.model_fields:
+            key, model = str(item["loc"][-1]), sections.get(section, sections[()])
+            if section == ("agents",) and key in sections[()].model_fields:
                 message = f"{key} is a setting of the whole run, not of one agent"
             else:
                 value = reprlib.repr(item["input"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-SAMPLE, SHUFFLE = range(2)
+SAMPLE, SHUFFLE, EVALUATE, ADAPTER = range(4)
 
 
 def derive_seed(*parts: int) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -720,3 +721,20 @@ def test_activations_that_do_not_fit_are_computed_again(
     assert agents[1].learner.batch_tokens < agents[0].learner.batch_tokens < 2048
     for gradients in collected[1:]:
         assert distance(gradients, collected[0]) < 1e-9
+
+
+def test_own_rollouts_are_weighed_by_what_sampled_them(sampled: list[list[Rollout]]) -> None:
+    """The sampler recorded log-probabilities that are off by so much per token; weights are truncated at 2."""
+    shifts = [0.1, -0.3, 1.5]
+    changed = [
+        dataclasses.replace(rollout, logps=[logp - shifts[n % 3] for logp in rollout.logps])
+        for n, rollout in enumerate(sampled[0])
+    ]
+    lesson = lesson_of(changed, advantages=[1.0, -1.0])
+    settings = {"recompute_logprobs": True, "max_logprob_gap": 10.0}
+    result = make_agent(GSPO(), sampler_ratio_max=2.0, **settings).learn(lesson)
+    expected = [min(math.exp(shifts[row % 3]), 2.0) / len(changed) for row in result.records["row"].tolist()]
+    assert result.records["mean_weight"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert result.metrics["sampler_ratio"] == pytest.approx(sum(expected), rel=1e-5)
+    plain = make_agent(GSPO(), **settings).learn(lesson)
+    assert set(plain.records["mean_weight"].tolist()) == {1 / len(changed)}

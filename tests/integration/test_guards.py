@@ -21,7 +21,7 @@ from hacrl.algorithms import GRPO, GSPO, Algorithm
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.demo import run_demo
 from hacrl.errors import UserError
-from hacrl.evaluation import evaluate_target, interval
+from hacrl.evaluation.heldout import evaluate_target, interval
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.browse import show_rollouts
 from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of

@@ -349,7 +349,7 @@ def test_a_study(tab: Tab, study: Path) -> None:
     assert shown[4].startswith("+6.4")
     assert "+2.9 to +9.4" in shown[4]
     assert shown[5:8] == ["0.500", "2.20", "3 : 0"]
-    assert len(rows) == 3 + 3 + 2
+    assert len(rows) == 2 * (3 + 3 + 2)
     tab.scroll_through()
     assert len(tab.all("#differences .errorbar")) == 12
     assert len(tab.all("#learning .plot")) == 4

@@ -14,7 +14,6 @@ from hacrl.study.statistics import (
     bootstrap_interval,
     effect_size,
     holm,
-    problems_interval,
     sign_flip_p,
     t_interval,
 )
@@ -160,36 +159,6 @@ def test_which_interval_is_honest_with_few_seeds() -> None:
     assert coverage(bootstrap_interval, 3, 300) < 0.85
     assert coverage(bootstrap_interval, 5, 300) < 0.92
     assert coverage(bootstrap_interval, 10, 300) < 0.96
-
-
-# --- problems --------------------------------------------------------------------------------------
-
-
-def test_the_interval_over_problems_covers() -> None:
-    """Answers to one problem agree more than answers to different ones; problems are what is drawn."""
-    random = np.random.default_rng(3)
-    hits = hits_of_answers = 0
-    for _ in range(200):
-        difficulty_P = random.beta(0.5, 0.5, size=80)
-        correct_PK = random.random((80, 8)) < difficulty_P[:, None]
-        low, high = problems_interval(correct_PK)
-        hits += low <= 0.5 <= high
-        half = 1.96 * correct_PK.std() / math.sqrt(correct_PK.size)
-        hits_of_answers += abs(correct_PK.mean() - 0.5) <= half
-    assert 0.9 <= hits / 200 <= 0.99
-    assert hits_of_answers / 200 < 0.75
-
-
-def test_all_right_is_not_certainty() -> None:
-    """The exact binomial bound of 10 of 10, as tables have it."""
-    assert problems_interval(np.ones((10, 4))) == pytest.approx((0.6915, 1.0), abs=1e-4)
-    assert problems_interval(np.zeros((10, 1))) == pytest.approx((0.0, 0.3085), abs=1e-4)
-
-
-def test_what_could_not_be_judged_is_left_out() -> None:
-    nan = math.nan
-    with_gaps = [[1, nan], [0, 0], [nan, nan], [1, 0], [0, nan], [1, 1]]
-    assert problems_interval(with_gaps) == problems_interval([[1, 1], [0, 0], [1, 0], [0, 0], [1, 1]])
 
 
 # --- effect size -----------------------------------------------------------------------------------

@@ -4,41 +4,83 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
+from torch import nn
 
 from hacrl.agents.learning import Learner, LearnResult, Lesson
-from hacrl.agents.loading import end_of_turn_ids, load_model, load_tokenizer, readable_ids
+from hacrl.agents.loading import Bases, end_of_turn_ids, load_base, load_model, load_tokenizer, readable_ids, source_of
+from hacrl.agents.lora import Adapter, base_model, with_same_weights
 from hacrl.agents.master import MasterWeights, cast_parameters
 from hacrl.agents.policy import Policy
+from hacrl.agents.prompts import render
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
-from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.engine import Engine, SamplingParams
 from hacrl.rollouts.rollout import Rollout
-from hacrl.seeding import SAMPLE, derive_seed
+from hacrl.seeding import ADAPTER, SAMPLE, derive_seed
 from hacrl.tasks.problem import Problem, Prompt
 
 
 class Agent:
-    def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int, trace: bool = False) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        index: int,
+        algorithm: Algorithm,
+        seed: int,
+        trace: bool = False,
+        bases: Bases | None = None,
+    ) -> None:
+        """`bases` are the models that agents of this process share where they train adapters only."""
         self.config, self.index, self.algorithm, self.seed = config, index, algorithm, seed
         self.tokenizer = load_tokenizer(config)
-        self.model = load_model(config)
+        self.adapter: Adapter | None = None
+        if config.lora is None:
+            self.model = load_model(config)
+        else:
+            base = load_base(config, {} if bases is None else bases)
+            self.model = with_same_weights(base)
+            self.adapter = self._adapter(self.model)
         self.device = next(self.model.parameters()).device
-        self.stop_ids = end_of_turn_ids(self.model, self.tokenizer, config.id)
-        self.readable = readable_ids(self.tokenizer, self.stop_ids)
-        self.retokenizer = Retokenizer(self.tokenizer, self.stop_ids[0], config.max_completion_length)
+        self.read_tokens()
         policy = Policy(self.model, config, self.stop_ids)
-        self.weights = MasterWeights(self.model, policy.dtype)
-        self.engine = policy.engine(self.tokenizer)
+        self.weights = MasterWeights(self.model, policy.dtype, config.optimizer_offload)
+        self.engine = self._vllm() if config.engine == "vllm" else policy.engine(self.tokenizer)
         reference = None
         if algorithm.beta or config.log_kl:
-            start = Policy(load_model(config).requires_grad_(False), config, self.stop_ids)
+            model = load_model(config) if config.lora is None else with_same_weights(base)
+            if config.lora is not None and base_model(source_of(config)) != source_of(config):
+                self._adapter(model)  # training goes on from adapters
+            start = Policy(model.requires_grad_(False), config, self.stop_ids)
             cast_parameters(start.model, policy.dtype)
             reference = start.score
         saves_work = config.fast and not trace
         self.learner = Learner(config, index, algorithm, self.weights, policy, reference, saves_work)
+
+    def read_tokens(self) -> None:
+        """What ends a turn, what is text, and how others' text becomes tokens."""
+        self.stop_ids = end_of_turn_ids(self.model, self.tokenizer, self.config.id)
+        self.readable = readable_ids(self.tokenizer, self.stop_ids)
+        self.retokenizer = Retokenizer(self.tokenizer, self.stop_ids[0], self.config.max_completion_length)
+
+    def _adapter(self, model: nn.Module) -> Adapter:
+        return Adapter(model, self.config, source_of(self.config), derive_seed(self.seed, ADAPTER, self.index))
+
+    def _vllm(self) -> Engine:
+        from hacrl.rollouts.vllm import VLLMEngine
+
+        config = self.config
+        return VLLMEngine(
+            self.model,
+            source_of(config),
+            self.tokenizer,
+            self.stop_ids,
+            max_length=config.max_prompt_length + config.max_completion_length,
+            batch_size=config.sampling_batch_size,
+            options=config.vllm,
+            version=lambda: self.learner.updates,
+        )
 
     # --- prompts -----------------------------------------------------------------------------------
 
@@ -47,28 +89,7 @@ class Agent:
         return bool(self.tokenizer.chat_template)
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, through the model's own chat template if it has one."""
-        system = self.config.system_prompt
-        if not self.has_chat_template:
-            if not isinstance(prompt, str) or system:
-                what = "a system_prompt" if system else "chat messages"
-                raise UserError(
-                    f"agents.{self.config.id}: {self.config.model} has no chat template, so it cannot be given "
-                    f"{what}. Use string prompts without one, or a model with a chat template."
-                )
-            return list(self.tokenizer.encode(prompt))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.config.chat_template_kwargs
-            )
-        except TemplateError as error:
-            raise UserError(
-                f"agents.{self.config.id}: the chat template of {self.config.model} refuses a prompt: {error}."
-            ) from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return render(self.tokenizer, self.config, prompt)
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         ids = self.render(problem.prompt)
@@ -122,6 +143,12 @@ class Agent:
                 )
         return rollouts
 
+    def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
+        """Rollouts of a step before which there are updates to be made."""
+        rollouts = self.sample(problems, step, 0)
+        self.learner.score_ahead(rollouts, [self.prompt_ids(problem) for problem in problems])
+        return rollouts
+
     def answer(self, problems: Sequence[Problem]) -> list[str]:
         """One greedy answer to each problem."""
         params = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop))
@@ -151,11 +178,17 @@ class Agent:
     # --- checkpoints -------------------------------------------------------------------------------
 
     def save(self, model_dir: Path, state_file: Path) -> None:
-        self.model.save_pretrained(model_dir, state_dict=self.weights.state_dict(self.model))
+        if self.adapter is None:
+            self.model.save_pretrained(model_dir, state_dict=self.weights.state_dict(self.model))
+        else:
+            self.adapter.save(model_dir, self.weights)
         self.tokenizer.save_pretrained(model_dir)
         with state_file.open("wb") as file:  # an open file, because then a full disk is an OSError
             torch.save(self.learner.state_dict(), file)
 
     def load(self, model_dir: Path, state_file: Path) -> None:
-        self.weights.load_state_dict(self.model, load_model(self.config, model_dir).state_dict())
+        if self.adapter is None:
+            self.weights.load_state_dict(self.model, load_model(self.config, model_dir).state_dict())
+        else:
+            self.adapter.load(model_dir, self.weights)
         self.learner.load_state_dict(torch.load(state_file, map_location=self.device, weights_only=True))

@@ -2,9 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hacrl.agents.master import MasterWeights
 from hacrl.agents.policy import Policy, Score
+from hacrl.agents.team import Team
 from hacrl.algorithms import Algorithm, Sequences, Terms, k3_kl
 from hacrl.config import AgentConfig
 from hacrl.decoder.parallel import side_by_side
@@ -22,6 +23,10 @@ from hacrl.tasks.problem import Prompt
 
 MAX_NONFINITE_IN_A_ROW = 3
 MAX_CLIPPED_BEFORE_UPDATE = 0.05
+
+ALONE = Team()
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -60,23 +65,17 @@ class Learner:
         policy: Policy,
         reference: Score | None,
         saves_work: bool,
+        team: Team = ALONE,
     ) -> None:
         self.config, self.index, self.algorithm = config, index, algorithm
-        self.weights, self.policy, self.reference = weights, policy, reference
+        self.weights, self.policy, self.reference, self.team = weights, policy, reference, team
         self.saves_work = saves_work
         """Leave out what has no gradient. The result is the same; only what a trace would say of it is not known."""
         self.micro_batch_size = config.micro_batch_size
         self.batch_tokens = 0
         """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
-        self.device = weights.weights[0].device
-        self.optimizer = torch.optim.AdamW(
-            weights.weights,
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=self.device.type == "cuda",
-        )
+        self.device = weights.working[0].device
+        self.optimizer = make_optimizer(config, weights.weights)
         self.updates = 0
         self.nonfinite_in_a_row = 0
 
@@ -85,15 +84,33 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lesson.learning_rate
         if not self.batch_tokens:
-            self.batch_tokens = self.policy.choose_batch_tokens()
+            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
         with self.policy.driven():
             work = LearningStep(self, lesson, prompts, tokens)
             for minibatch in lesson.minibatches:
                 work.update(minibatch)
         return LearnResult(work.records(), work.metrics())
 
+    def score_ahead(self, rollouts: list[Rollout], prompts: list[list[int]]) -> None:
+        """Note what the learner says of its rollouts now: when it learns from them, it will have changed.
+
+        All of them where that is preferred to what the sampler recorded; else one of each prompt, to compare both.
+        """
+        chosen = [rollout for rollout in rollouts if self.config.recomputes_logprobs or rollout.index == 0]
+        if not self.batch_tokens:
+            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
+        ones_N = torch.ones(len(chosen), dtype=torch.float64)
+        lesson = Lesson(chosen[0].step, [], chosen, ones_N, ones_N, [list(range(len(prompts)))], learning_rate=0.0)
+        with self.policy.driven():
+            work = LearningStep(self, lesson, prompts, {row: r.token_ids for row, r in enumerate(chosen)})
+            work.score_old()
+        for row, logps in work.old_logps.items():
+            chosen[row].learner_logps = logps.tolist()
+
     def make_batches_smaller(self) -> str | None:
         """After running out of memory; what was done, or None if a batch is one rollout already."""
+        if self.team.size > 1:
+            return None  # the others are in the middle of the pass
         if self.micro_batch_size is not None:
             if self.micro_batch_size == 1:
                 return None
@@ -117,6 +134,28 @@ class Learner:
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
 
 
+def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+    on_cuda = weights[0].device.type == "cuda"
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(weights, fused=on_cuda, **options)
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError(
+            f"agents.{config.id}.optimizer: adamw_8bit needs the package bitsandbytes: pip install 'hacrl[8bit]'."
+        ) from None
+    if not on_cuda:
+        raise UserError(f"agents.{config.id}.optimizer: adamw_8bit needs a GPU (CUDA). Use adamw on a CPU.")
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(weights, **options)
+    return optimizer
+
+
 class Notes:
     """What is written down during one update; an update that runs out of memory starts anew.
 
@@ -135,6 +174,12 @@ class Notes:
             self.figures[name] += values
         for name, columns in other.records.items():
             self.records[name] += columns
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process has another device."""
+        figures = {name: self._values(name) for name in self.figures}
+        records = {name: [column.cpu() for column in columns] for name, columns in self.records.items()}
+        return {"figures": defaultdict(list, figures), "records": defaultdict(list, records)}
 
     def sum(self, name: str) -> float:
         return sum(self._values(name), 0.0)
@@ -162,6 +207,14 @@ class LearningStep:
         self.advantages, self.omegas = lesson.advantage_N.tolist(), lesson.omega_N.tolist()
         self.old_logps: dict[int, np.ndarray] = {}
         """The learner's own log-probabilities of its rollouts before the first update, where these are preferred."""
+        self.ahead = {
+            row: rollout.learner_logps
+            for row, rollout in enumerate(lesson.rollouts)
+            if rollout.source == learner.index and rollout.learner_logps is not None and row in tokens
+        }
+        """The same, noted when the rollouts were sampled: there have been updates since."""
+        if learner.config.recomputes_logprobs:
+            self.old_logps = {row: np.array(logps) for row, logps in self.ahead.items()}
         self._notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
         self._nonfinite = 0
@@ -177,7 +230,7 @@ class LearningStep:
             notes = Notes()
             try:
                 if learner.config.recomputes_logprobs and self._first and not self.old_logps:
-                    self._score_old()
+                    self.score_old()
                 parts = self._gradient(rows, notes)
                 break
             except torch.OutOfMemoryError as error:
@@ -185,12 +238,12 @@ class LearningStep:
                 if done is None:
                     raise
                 del error  # and with it what its frames hold
-                if self._first:
+                if self._first and not self.ahead:
                     self.old_logps.clear()  # to be scored anew, in batches of the new size
                 learner.policy.free_memory()
                 warn(f"Agent {learner.config.id}: out of memory in step {self.lesson.step}; {done}.")
         self._notes.add(notes)
-        norm = nn.utils.get_total_norm(weights.gradients)
+        norm = learner.team.norm(weights.gradients)
         if not (math.isfinite(notes.sum("objective")) and bool(torch.isfinite(norm))):
             self._reject_update()
             return
@@ -210,9 +263,19 @@ class LearningStep:
         own, foreign = self._needed(rows)
         num_own = int((self.source_N[rows] == learner.index).sum())
         kl_weight = learner.algorithm.beta / max(num_own, 1)
+        if learner.config.sampler_ratio_max is not None:
+            for row in own:
+                ratio = min(self._sampler_ratio(row), learner.config.sampler_ratio_max)
+                weight_of[row] *= ratio
+                notes.note("sampler_ratio", ratio)
+                notes.note("sampler_ratios", 1)
 
         self._add_gradients(own, weight_of, notes, kl_weight)
-        if own and self._first:
+        if self._first and self.ahead:
+            rows_ahead = list(self.ahead)
+            sequences = self._sequences_ahead(rows_ahead)
+            self._note_gap(rows_ahead, sequences, learner.algorithm.terms(sequences, 0), notes)
+        if self._first and (own or self.ahead):
             self._check_gap(notes)
         own_gradients = torch._foreach_mul(learner.weights.gradients, 1.0) if 0 < num_own < len(rows) else None
         if learner.saves_work and not learner.algorithm.keeps_all:
@@ -224,7 +287,7 @@ class LearningStep:
             return {"own" if num_own else "foreign": math.nan}  # all of it
         foreign_gradients = torch._foreach_sub(learner.weights.gradients, own_gradients)
         parts = {"own": own_gradients, "foreign": foreign_gradients}
-        return {name: float(nn.utils.get_total_norm(gradients)) for name, gradients in parts.items()}
+        return {name: float(learner.team.norm(gradients)) for name, gradients in parts.items()}
 
     def _needed(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """The own and the foreign ones of these rollouts, without those that have neither value nor gradient: A = 0."""
@@ -244,7 +307,7 @@ class LearningStep:
 
     @property
     def _first(self) -> bool:
-        """Whether the weights are still those that sampled the step's own rollouts."""
+        """Whether the weights are still those at the start of the step."""
         return self.made == 0 and self._nonfinite == 0
 
     def _reject_update(self) -> None:
@@ -287,6 +350,14 @@ class LearningStep:
         if batch:
             yield batch
 
+    def _passes(self, rows: list[int], work: Callable[[list[int], bool], Result]) -> list[Result]:
+        """Work on these rollouts, a batch at a time. Of an agent in several processes, each takes its share of each
+        batch, and all get all results.
+        """
+        team = self.learner.team
+        shares = [team.share(batch) for batch in self._batches(rows)]
+        return team.gather(side_by_side(lambda share: work(*share), shares, self.learner.policy.workers))
+
     def _add_gradients(
         self,
         rows: list[int],
@@ -299,17 +370,19 @@ class LearningStep:
         weights = self.learner.weights
         workers = self.learner.policy.workers
 
-        def work(batch: list[int]) -> tuple[Notes, tuple[Tensor, ...] | None]:
+        def work(batch: list[int], counts: bool) -> tuple[Notes, tuple[Tensor, ...] | None]:
             """One pass. Workers side by side must not add to the same tensors, nor in an order of chance."""
             new = Notes()
             loss = -self._objective(batch, weight_of, new, kl_weight, seen)
+            if not counts:
+                loss, new = 0 * loss, Notes()
             if workers == 1:
                 loss.backward()
                 weights.collect()
                 return new, None
             return new, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
 
-        for new, gradients in side_by_side(work, list(self._batches(rows)), workers):
+        for new, gradients in self._passes(rows, work):
             notes.add(new)
             if gradients is not None:
                 working: Any = [parameter.grad for parameter in weights.working]
@@ -319,14 +392,16 @@ class LearningStep:
     def _kept(self, rows: list[int], weight_of: dict[int, float], notes: Notes) -> list[int]:
         """Those of the rollouts that have a gradient."""
 
-        def look(batch: list[int]) -> tuple[Notes, list[int]]:
+        def look(batch: list[int], counts: bool) -> tuple[Notes, list[int]]:
             new = Notes()
             with torch.no_grad():
                 _, terms, _ = self._terms(batch, weight_of, new)
+            if not counts:
+                return Notes(), []
             return new, [row for row, is_kept in zip(batch, terms.kept_N.tolist(), strict=True) if is_kept]
 
         kept: list[int] = []
-        for new, rows_kept in side_by_side(look, list(self._batches(rows)), self.learner.policy.workers):
+        for new, rows_kept in self._passes(rows, look):
             notes.add(new)
             kept += rows_kept
         return kept
@@ -353,7 +428,7 @@ class LearningStep:
             teaching = [n for n, row in enumerate(batch) if self.advantages[row] != 0]
             notes.note("entropy", current.entropy_NT[teaching].sum())
             notes.note("entropy_tokens", sum(len(self.tokens[batch[n]]) for n in teaching))
-            if self._first:
+            if self._first and not self.ahead:
                 self._note_gap(batch, sequences, terms, notes)
         return objective
 
@@ -361,10 +436,22 @@ class LearningStep:
         self, batch: list[int], weight_of: dict[int, float], notes: Notes, seen: bool = False
     ) -> tuple[Sequences, Terms, TokenLogprobs]:
         """The rollouts under the learner as it is, and their terms of the objective."""
-        learner, lesson = self.learner, self.lesson
-        rollouts = [lesson.rollouts[row] for row in batch]
+        learner = self.learner
         current = learner.policy.score(*self._texts(batch), learner.config.temperature)
-        old_NT = self._old_token_logps(batch, current.mask_NT)
+        sequences, weight_N = self._sequences(batch, current.logp_NT.double(), current.mask_NT, weight_of)
+        terms = learner.algorithm.terms(sequences, self.made)
+        if not seen:
+            notes.note("objective", (terms.objective_N.detach() * weight_N).sum())
+            self._record(batch, sequences, terms, weight_N, notes)
+        return sequences, terms, current
+
+    def _sequences(
+        self, batch: list[int], logp_NT: Tensor, mask_NT: Tensor, weight_of: dict[int, float]
+    ) -> tuple[Sequences, Tensor]:
+        """The rollouts with these log-probabilities, and their weights in the mean."""
+        learner = self.learner
+        rollouts = [self.lesson.rollouts[row] for row in batch]
+        old_NT = self._old_token_logps(batch, mask_NT)
         old_N = [rollout.logp_sum for rollout in rollouts]
         for n, row in enumerate(batch):
             if row in self.old_logps:
@@ -381,8 +468,8 @@ class LearningStep:
         table = torch.tensor(columns, dtype=torch.float64).to(learner.device)  # one transfer
         old_logp_N, old_length_N, bytes_N, advantage_N, omega_N, own_N, weight_N = table
         sequences = Sequences(
-            logp_NT=current.logp_NT.double(),
-            mask_NT=current.mask_NT,
+            logp_NT=logp_NT,
+            mask_NT=mask_NT,
             old_logp_N=old_logp_N,
             old_length_N=old_length_N,
             bytes_N=bytes_N,
@@ -391,11 +478,18 @@ class LearningStep:
             omega_N=omega_N,
             old_logp_NT=old_NT,
         )
-        terms = learner.algorithm.terms(sequences, self.made)
-        if not seen:
-            notes.note("objective", (terms.objective_N.detach() * weight_N).sum())
-            self._record(batch, sequences, terms, weight_N, notes)
-        return sequences, terms, current
+        return sequences, weight_N
+
+    def _sequences_ahead(self, batch: list[int]) -> Sequences:
+        """The rollouts under the learner as it was when it sampled them."""
+        lengths = [len(self.ahead[row]) for row in batch]
+        logp_NT = np.zeros((len(batch), max(lengths)))
+        for n, row in enumerate(batch):
+            logp_NT[n, : lengths[n]] = self.ahead[row]
+        mask_NT = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        device = self.learner.device
+        tensors = torch.from_numpy(logp_NT).to(device), torch.from_numpy(mask_NT).to(device)
+        return self._sequences(batch, *tensors, dict.fromkeys(batch, 0.0))[0]
 
     def _texts(self, batch: list[int]) -> tuple[list[list[int]], list[list[int]]]:
         prompts = [self.prompts[self.lesson.rollouts[row].prompt_index] for row in batch]
@@ -414,7 +508,11 @@ class LearningStep:
                 old_NT[n, : len(ids)] = rollout.logp_sum / len(ids)
         return torch.from_numpy(old_NT).to(mask_NT.device)
 
-    def _score_old(self) -> None:
+    def _sampler_ratio(self, row: int) -> float:
+        """How likely an own rollout was for the learner over how likely for what sampled it, per token."""
+        return math.exp(float(np.mean(self.old_logps[row] - np.array(self.lesson.rollouts[row].logps))))
+
+    def score_old(self) -> None:
         """What the learner itself says of its rollouts before the first update.
 
         In bfloat16 the sampler's rounding differs from the learner's by more than GSPO's clip is wide. Rounding also
@@ -422,15 +520,15 @@ class LearningStep:
         """
         learner = self.learner
 
-        def score(batch: list[int]) -> TokenLogprobs:
+        def score(batch: list[int], counts: bool) -> tuple[list[int], Tensor]:
             with torch.no_grad():
-                return learner.policy.score(*self._texts(batch), learner.config.temperature)
+                scored = learner.policy.score(*self._texts(batch), learner.config.temperature)
+            return (batch if counts else []), scored.logp_NT.double().cpu()
 
         for minibatch in self.lesson.minibatches:
             own, _ = self._needed(self._rows_of(minibatch))
-            batches = list(self._batches([row for row in own if row not in self.old_logps]))
-            for batch, scored in zip(batches, side_by_side(score, batches, learner.policy.workers), strict=True):
-                for row, logp_T in zip(batch, scored.logp_NT.double().cpu().numpy(), strict=True):
+            for batch, logp_NT in self._passes([row for row in own if row not in self.old_logps], score):
+                for row, logp_T in zip(batch, logp_NT.numpy(), strict=False):
                     self.old_logps[row] = logp_T[: len(self.tokens[row])]
 
     # --- notes -------------------------------------------------------------------------------------
@@ -518,6 +616,8 @@ class LearningStep:
         }
         if notes.sum("entropy_tokens"):
             metrics["entropy"] = notes.sum("entropy") / notes.sum("entropy_tokens")
+        if notes.sum("sampler_ratios"):
+            metrics["sampler_ratio"] = notes.sum("sampler_ratio") / notes.sum("sampler_ratios")
         if notes.sum("kl_rollouts"):
             metrics["kl"] = notes.sum("kl") / notes.sum("kl_rollouts")
         metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}

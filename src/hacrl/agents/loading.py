@@ -9,6 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from hacrl.agents.lora import CONFIG_FILE, Adapter, base_model, merged
+from hacrl.agents.master import cast_parameters
 from hacrl.config import AgentConfig, nearest
 from hacrl.errors import UserError
 
@@ -30,7 +32,7 @@ def resolve_model(model: str, where: str = "model") -> str:
         return str(ZOO / name)
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / name).is_file() for name in ("config.json", CONFIG_FILE)):
             raise UserError(f"{where}: the folder {model} has no config.json, so it is not a saved model.")
         return str(path)
     is_hub_id = len(model.split("/")) == 2 and not model.startswith((".", "/", "~"))
@@ -52,15 +54,20 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model_config(config: AgentConfig) -> Any:
-    return _open(AutoConfig, config)
+    return _open(AutoConfig, config, base_model(source_of(config)))
 
 
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
-    return _open(AutoTokenizer, config)
+    source = source_of(config)
+    own = not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file()
+    return _open(AutoTokenizer, config, source if own else base_model(source))
 
 
-def _open(kind: Any, config: AgentConfig) -> Any:
-    source = resolve_model(config.model, f"agents.{config.id}.model")
+def source_of(config: AgentConfig) -> str:
+    return resolve_model(config.model, f"agents.{config.id}.model")
+
+
+def _open(kind: Any, config: AgentConfig, source: str) -> Any:
     try:
         return kind.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -68,9 +75,30 @@ def _open(kind: Any, config: AgentConfig) -> Any:
 
 
 def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
-    """The model in float32 on its device, without dropout; safetensors only."""
-    device = resolve_device(config.device)
-    source = source or resolve_model(config.model, f"agents.{config.id}.model")
+    """The model in float32 on its device, without dropout; safetensors only. Adapters become part of its weights."""
+    source = source or source_of(config)
+    model = _load(config, base_model(source))
+    if base_model(source) != str(source):
+        model = merged(model, source)
+    return model.to(resolve_device(config.device)).eval()
+
+
+Bases = dict[tuple[str, str, str], Any]
+"""Models that agents with adapters share, by source, dtype and device."""
+
+
+def load_base(config: AgentConfig, bases: Bases) -> Any:
+    """The model that an agent's adapters belong to, frozen, in the dtype of the computation."""
+    source, device = base_model(source_of(config)), resolve_device(config.device)
+    key = (source, config.dtype, str(device))
+    if key not in bases:
+        model = _load(config, source).requires_grad_(False).eval()
+        cast_parameters(model, getattr(torch, config.dtype))  # before it is moved: a GPU need not hold float32
+        bases[key] = model.to(device)
+    return bases[key]
+
+
+def _load(config: AgentConfig, source: str) -> Any:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
@@ -92,7 +120,7 @@ def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
             model.generation_config.do_sample = True
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers' default leaves the soft cap out
-    return model.to(device).eval()
+    return model
 
 
 def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> list[int]:
@@ -125,12 +153,15 @@ def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set
     return set(tokenizer.get_vocab().values()) - special - set(tokenizer.all_special_ids) - set(stop_ids)
 
 
-def count_parameters(config: AgentConfig) -> int:
-    """From the model's configuration alone: no weights are read."""
+def count_parameters(config: AgentConfig) -> tuple[int, int]:
+    """Of the model, and how many are trained; from its configuration alone: no weights are read."""
     model_config = load_model_config(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        adapters = [] if config.lora is None else Adapter(model, config, config.model, seed=0).parameters
+    trained = sum(parameter.numel() for parameter in adapters) if adapters else parameters
+    return parameters, trained
 
 
 def _not_loaded(config: AgentConfig, error: Exception) -> UserError:

@@ -16,14 +16,18 @@ class MasterWeights:
     """Float32 weights behind a model that computes in `dtype`; for float32 they are the model's own.
 
     An update of 1e-6 is lost in a bfloat16 weight, and so is a small gradient added to a large one: both happen here.
+    With `offload` they are in the computer's memory, and so are their gradients.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, offload: bool = False) -> None:
         self.working = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.separate = dtype != torch.float32
+        self.separate = dtype != torch.float32 or offload
         self.weights = self.working
         if self.separate:
-            self.weights = [nn.Parameter(parameter.detach().clone().float()) for parameter in self.working]
+            place = "cpu" if offload else self.working[0].device
+            self.weights = [
+                nn.Parameter(parameter.detach().to(place, torch.float32, copy=True)) for parameter in self.working
+            ]
             cast_parameters(model, dtype)
         for parameter in {*self.working, *self.weights}:
             parameter.grad = torch.zeros_like(parameter)
@@ -41,7 +45,8 @@ class MasterWeights:
         """Take over what a backward pass left in the model."""
         if self.separate:
             working: Any = [parameter.grad for parameter in self.working]
-            torch._foreach_add_(self.gradients, [gradient.float() for gradient in working])
+            taken = [gradient.to(weight) for gradient, weight in zip(working, self.weights, strict=True)]
+            torch._foreach_add_(self.gradients, taken)
             torch._foreach_zero_(working)
 
     def publish(self) -> None:

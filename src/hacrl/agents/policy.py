@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from hacrl.agents.logprobs import PlainScorer
@@ -40,16 +41,21 @@ def free_memory(device: torch.device) -> float:
         return 4e9
 
 
+def local(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter: all of it, unless it is sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 class Policy:
     """A model with the means to sample from it and to score texts with it."""
 
-    def __init__(self, model: nn.Module, config: AgentConfig, stop_ids: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, config: AgentConfig, stop_ids: Sequence[int], lean: bool = True) -> None:
         self.model, self.config, self.stop_ids = model, config, stop_ids
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.backbone: Backbone | None = None
         if config.fast:
             try:
-                self.backbone = Backbone(model)
+                self.backbone = Backbone(model, lean)
             except CannotDrive as reason:
                 warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
         self.side_by_side = self.backbone is not None and works_side_by_side(model)
@@ -90,7 +96,7 @@ class Policy:
         device = next(self.model.parameters()).device
         most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_memory(device)
         # Adam's moments come with the first update, and the own part of the gradient is kept for a while.
-        free -= 12 * sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        free -= 12 * sum(local(parameter).numel() for parameter in self.model.parameters() if parameter.requires_grad)
         longest = self.config.max_prompt_length + self.config.max_completion_length
         fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
         if fits < longest and self.backbone is not None and self.config.gradient_checkpointing is None:

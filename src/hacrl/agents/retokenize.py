@@ -42,13 +42,14 @@ class Retokenizer:
         if rollout.vocabulary == self.vocabulary:
             content = rollout.token_ids[:-1] if rollout.ended else rollout.token_ids
         else:
-            content = self._encode(rollout.text)
+            content = self.encode(rollout.text)
         ids = [*content, self.end_of_turn] if rollout.ended else list(content)
         if len(ids) > self.max_length:
             raise Dropped("too_long")
         return ids
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """A text as tokens that decode to it."""
         if not text:
             raise Dropped("empty")
         if "\ufffd" in text:

@@ -92,13 +92,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature, scale, softcap = ctx.options
         head = Head(weight_VD, bias_V, scale, softcap)
         grad_hidden_MD = torch.empty_like(hidden_MD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_M.dtype)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=norm_M.dtype)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_M.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=norm_M.dtype) if ctx.needs_input_grad[2] else None
         start = 0
         for hidden, target, norm, grad in _chunks(weight_VD.shape[0], hidden_MD, target_M, norm_M, grad_M):
             delta = _logit_gradient(head, head.logits(hidden), target, norm, grad, temperature, hidden.dtype)
             grad_hidden_MD[start : start + len(hidden)] = delta @ weight_VD
-            if hidden.dtype == grad_weight_VD.dtype:
+            if grad_weight_VD is None:
+                pass  # the model is frozen but for adapters
+            elif hidden.dtype == grad_weight_VD.dtype:
                 grad_weight_VD.addmm_(delta.t(), hidden)
             else:
                 grad_weight_VD += wide_product(delta.t(), hidden)
@@ -106,7 +108,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias_V += delta.sum(0)
             start += len(hidden)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_MD, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None, None
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_MD, grad_weight, grad_bias, None, None, None, None
 
 
 def _logprobs(logits_MV: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

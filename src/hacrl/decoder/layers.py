@@ -56,11 +56,18 @@ class Joined:
     def join(self) -> None:
         self.weight, self.bias = self._join("weight"), self._join("bias")
 
+    def release(self) -> None:
+        """Hold on to no memory while the layers have no weights."""
+        self.weight = self.bias = None
+
     def _join(self, name: str) -> Tensor | None:
         parts: list[Any] = [getattr(layer, name) for layer in self.layers]
         if parts[0] is None:
             return None
         with torch.no_grad():
+            if side_by_side(parts):  # joined already, by another model on the same weights
+                shape = (sum(self.sizes), *parts[0].shape[1:])
+                return parts[0].data.as_strided(shape, parts[0].stride())
             joined = torch.cat(parts)
             for part, slot in zip(parts, joined.split(self.sizes), strict=True):
                 part.data = slot
@@ -69,21 +76,28 @@ class Joined:
     @property
     def intact(self) -> bool:
         """Whether the parameters are still the slices; moving or replacing them undoes that."""
-        assert self.weight is not None
-        start = self.weight.data_ptr()
-        for layer in self.layers:
-            if layer.weight.data_ptr() != start:
-                return False
-            start += layer.weight.numel() * layer.weight.element_size()
-        return True
+        if self.weight is None:
+            return False
+        weights = [layer.weight for layer in self.layers]
+        return weights[0].data_ptr() == self.weight.data_ptr() and side_by_side(weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.layers[0].weight.requires_grad:
             weight = torch.cat([layer.weight for layer in self.layers])
             bias = None if self.bias is None else torch.cat([layer.bias for layer in self.layers])
             return F.linear(x, weight, bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
+
+
+def side_by_side(parts: list[Tensor]) -> bool:
+    """Whether tensors are neighbouring slices of one."""
+    place, memory = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.untyped_storage().data_ptr() != memory:
+            return False
+        place += part.numel() * part.element_size()
+    return True
 
 
 def joinable(layers: list[Any]) -> bool:

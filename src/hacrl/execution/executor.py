@@ -1,12 +1,17 @@
 """What the trainer asks of whoever runs the agents, in this process or elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.errors import UserError
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
+
+
+class AgentLost(UserError):
+    """The process or the node of an agent is gone, and with it what the agent had learned since the last checkpoint."""
 
 
 class Executor(Protocol):
@@ -21,9 +26,27 @@ class Executor(Protocol):
     def without_chat_template(self) -> list[str]: ...
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]: ...
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]: ...
+    def sample_and_learn(
+        self,
+        problems: Sequence[Problem],
+        step: int,
+        lessons: Sequence[Lesson],
+        on_sampled: Callable[[list[list[Rollout]]], None],
+    ) -> list[LearnResult]:
+        """Every agent samples for `step`, then learns from its lesson of the step before, whatever others do.
+
+        `on_sampled` gets all rollouts as soon as they are there, while agents learn. `seconds` are those of sampling
+        then, and those of learning at the end.
+        """
+        ...
+
     def answer(self, problems: Sequence[Problem]) -> list[list[str]]: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
     def run_peak_memory(self) -> float:
         """GiB of all agents together."""
+        ...
+
+    def close(self) -> None:
+        """End what was started for the agents."""
         ...

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,12 +10,15 @@ import torch
 
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.agents.loading import Bases
+from hacrl.agents.sharded import ShardedAgent
 from hacrl.config import RunConfig
 from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
 T = TypeVar("T")
+AnyAgent = Agent | ShardedAgent
 
 THREADS = torch.get_num_threads()
 """Before the agents of a run share them: a second run in this process starts from as many."""
@@ -27,10 +30,13 @@ class LocalExecutor:
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
         """`on_agent` is told which agent starts (True) or ends (False) its part of a call."""
         self.on_agent = on_agent or (lambda agent, busy: None)
-        self.agents = [
-            Agent(agent, index, config.algorithm, config.seed, trace=config.trace)
-            for index, agent in enumerate(config.agents)
-        ]
+        bases: Bases = {}
+        self.agents: list[AnyAgent] = []
+        for index, agent in enumerate(config.agents):
+            if agent.fsdp > 1:
+                self.agents.append(ShardedAgent(agent, index, config.algorithm, config.seed, config.trace))
+            else:
+                self.agents.append(Agent(agent, index, config.algorithm, config.seed, config.trace, bases))
         self.seconds = [0.0] * len(self.agents)
         self.peak_memory: list[float | None] = [None] * len(self.agents)
         keep_freed_memory()
@@ -52,6 +58,29 @@ class LocalExecutor:
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
         return self._each(lambda agent: agent.learn(lessons[agent.index]))
 
+    def sample_and_learn(
+        self,
+        problems: Sequence[Problem],
+        step: int,
+        lessons: Sequence[Lesson],
+        on_sampled: Callable[[list[list[Rollout]]], None],
+    ) -> list[LearnResult]:
+        sampled: list[Future[tuple[list[Rollout], float]]] = [Future() for _ in self.agents]
+
+        def work(agent: AnyAgent) -> tuple[LearnResult, float]:
+            try:
+                sampled[agent.index].set_result(self._timed(agent, lambda agent: agent.sample_ahead(problems, step)))
+            except BaseException as error:
+                sampled[agent.index].set_exception(error)
+                raise
+            return self._timed(agent, lambda agent: agent.learn(lessons[agent.index]))
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            learning = [pool.submit(work, agent) for agent in self.agents]
+            rollouts = self._note_seconds([future.result() for future in sampled])
+            on_sampled(rollouts)
+            return self._note_seconds([future.result() for future in learning])
+
     def answer(self, problems: Sequence[Problem]) -> list[list[str]]:
         return self._each(lambda agent: agent.answer(problems))
 
@@ -72,20 +101,29 @@ class LocalExecutor:
             by_device[agent.device] = max(by_device.get(agent.device, 0.0), peak or 0.0)
         return sum(by_device.values())
 
-    def _each(self, work: Callable[[Agent], T]) -> list[T]:
-        def timed(agent: Agent) -> T:
-            on_gpu = agent.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(agent.device)
-            self.on_agent(agent.config.id, True)
-            start = time.perf_counter()
-            result = work(agent)
-            self.seconds[agent.index] = time.perf_counter() - start
-            self.on_agent(agent.config.id, False)
-            if on_gpu:
-                peak = torch.cuda.max_memory_allocated(agent.device) / 2**30
-                self.peak_memory[agent.index] = max(self.peak_memory[agent.index] or 0.0, peak)
-            return result
+    def close(self) -> None:
+        for agent in self.agents:
+            if isinstance(agent, ShardedAgent):
+                agent.end()
 
+    def _each(self, work: Callable[[AnyAgent], T]) -> list[T]:
         with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(timed, self.agents))
+            return self._note_seconds(list(pool.map(lambda agent: self._timed(agent, work), self.agents)))
+
+    def _note_seconds(self, timed: list[tuple[T, float]]) -> list[T]:
+        self.seconds = [seconds for _, seconds in timed]
+        return [result for result, _ in timed]
+
+    def _timed(self, agent: AnyAgent, work: Callable[[AnyAgent], T]) -> tuple[T, float]:
+        on_gpu = agent.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(agent.device)
+        self.on_agent(agent.config.id, True)
+        start = time.perf_counter()
+        result = work(agent)
+        seconds = time.perf_counter() - start
+        self.on_agent(agent.config.id, False)
+        if on_gpu:
+            peak = torch.cuda.max_memory_allocated(agent.device) / 2**30
+            self.peak_memory[agent.index] = max(self.peak_memory[agent.index] or 0.0, peak)
+        return result, seconds

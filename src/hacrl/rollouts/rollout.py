@@ -51,6 +51,8 @@ class Rollout:
     """Fingerprint of the source's vocabulary: ids can be reused where it is the same."""
     policy_version: int
     """Updates the source had made when it sampled this."""
+    learner_logps: list[float] | None = None
+    """With `overlap`: what the learner said of each token then; when it learns from them, it has changed."""
     reward: float | None = None
     verdict: dict[str, Any] = field(default_factory=dict)
     """What the verifier said besides the reward: parts, problem, detail."""

@@ -1,11 +1,11 @@
 """Sampling by vLLM, inside this process: its own copy of the weights, updated in place when they have changed.
 
-vLLM reports raw log-probabilities by default; here they are those after temperature. After top-p and top-k they would be
-renormalised over what was left, which is not what a learner computes: use `recompute_logprobs: true` with these.
+vLLM reports raw log-probabilities by default; here they are those after temperature. After top-p and top-k they would
+be renormalised over what was left, which is not what a learner computes: use `recompute_logprobs: true` with these.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ class VLLMEngine:
         max_length: int,
         batch_size: int,
         options: dict[str, Any],
+        version: Callable[[], int],
     ) -> None:
-        """`options` go to vllm.LLM as they are, over what is set here."""
+        """`options` go to vllm.LLM as they are, over what is set here; `version` counts the updates of the model."""
         self.model, self.tokenizer, self.stop_ids = model, tokenizer, list(stop_ids)
+        self.version, self._has = version, 0
         vllm = import_vllm()
         parameter = next(model.parameters())
         settings = {
@@ -58,6 +60,7 @@ class VLLMEngine:
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.engine.reset_prefix_cache()
         self._check()
+        self._has = self.version()
 
     def _check(self) -> None:
         """Two looks: sums of the tensors that vLLM keeps as they are, and log-probabilities, which depend on all."""
@@ -78,7 +81,7 @@ class VLLMEngine:
     @torch.no_grad()
     def _probe(self) -> float:
         """The largest difference between vLLM's and the model's own log-probabilities of some tokens."""
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         ids = [(7919 * t + 1) % vocabulary for t in range(PROBE_LENGTH)]
         request = self._sampling_params(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         (output,) = self.engine.generate([{"prompt_token_ids": ids}], request, use_tqdm=False)
@@ -89,6 +92,8 @@ class VLLMEngine:
         return float((ours_T.cpu() - torch.tensor(theirs)).abs().max())
 
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+        if self._has != self.version():
+            self.refresh()
         G = params.num_generations
         requests = [
             self._sampling_params(

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 EXACT = 16
 """Up to so many differences all sign flips are enumerated; beyond, as many are drawn as that gives."""
@@ -43,22 +42,6 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> Interval
         if math.isfinite(low) and math.isfinite(high):
             break
     return low, high
-
-
-def problems_interval(correct_PK: npt.ArrayLike, level: float = 0.95) -> Interval:
-    """Of the accuracy of one model on P problems with K answers each, by resampling problems.
-
-    Answers to one problem are not independent, so problems are what is drawn. NaN is an answer that could not be
-    judged. Where every answer is right, or every one wrong, nothing varies: then the exact binomial bound.
-    """
-    correct = np.asarray(correct_PK, dtype=float)
-    accuracy_P = np.array([row[~np.isnan(row)].mean() for row in correct if not np.isnan(row).all()])
-    bound = ((1 - level) / 2) ** (1 / len(accuracy_P))
-    if (accuracy_P == 1).all():
-        return bound, 1.0
-    if (accuracy_P == 0).all():
-        return 0.0, 1 - bound
-    return bootstrap_interval(accuracy_P.tolist(), level)
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:

@@ -1,47 +1,56 @@
 """Where prompts come from and how answers are verified."""
 
-from collections.abc import Callable, Sequence
-
-from hacrl.config import TaskConfig
-from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward
+from hacrl.config import SourceConfig, TaskConfig
+from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
+from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
+from hacrl.tasks.gym import GymTask
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import Verdict, Verifier
+from hacrl.tasks.task import Mixture, Task
+from hacrl.tasks.verify import GYM, Verifier
 
+__all__ = ["Task", "build_task"]
 
-class Task:
-    """Training problems by position, held-out problems, and the verifier of both."""
-
-    def __init__(
-        self,
-        train: Callable[[int, int], list[Problem]],
-        eval_problems: list[Problem],
-        verifier: Verifier,
-        listed: Sequence[Problem] = (),
-    ) -> None:
-        self.train = train
-        self.eval_problems = eval_problems
-        self.verifier = verifier
-        self.listed = listed
-        """Training problems that are known beforehand, for checks before the first step."""
-
-    def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
-        names = {name for problem in problems for name in problem.columns}
-        columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
-        return self.verifier.score([problem.prompt for problem in problems], list(texts), columns)
+GymScorers = dict[tuple[float, int], Verifier]
+"""One for all generators of a mixture with the same reward_timeout and reward_workers: processes are costly."""
+LOOKED_AT = 32
+"""Problems of each stage of a gym task whose length is checked before the first step."""
 
 
 def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
     """The task, and remarks for the user."""
+    scorers: GymScorers = {}
+    if not config.mixture:
+        return _build_source(config, seed, config.eval_size, scorers)
+    total = sum(part.weight for part in config.mixture)
+    parts: dict[str, Task] = {}
+    remarks: list[str] = []
+    try:
+        for part in config.mixture:
+            eval_size = max(1, round(config.eval_size * part.weight / total))
+            parts[part.label], own = _build_source(part, seed, eval_size, scorers)
+            remarks += [f"{part.label}: {remark}" for remark in own]
+    except BaseException:
+        for task in parts.values():
+            task.verifier.__exit__(None, None, None)
+        raise
+    return Mixture(parts, [part.weight for part in config.mixture]), remarks
+
+
+def _build_source(config: SourceConfig, seed: int, eval_size: int, scorers: GymScorers) -> tuple[Task, list[str]]:
+    if config.generator is not None:
+        return _build_gym(config, config.generator, seed, eval_size, scorers), []
     if config.name == "arithmetic":
         arithmetic = ArithmeticTask(
             seed,
             min_operators=config.min_operators,
             max_operators=config.max_operators,
             max_operand=config.max_operand,
+            minus_share=config.minus_share,
         )
-        heldout = arithmetic.heldout("validation" if config.eval_split == "validation" else "test", config.eval_size)
-        return Task(arithmetic.train, heldout, Verifier([(arithmetic_reward, 1.0)])), []
+        heldout = arithmetic.heldout("validation" if config.eval_split == "validation" else "test", eval_size)
+        verifier = Verifier([(arithmetic_reward, 1.0)])
+        return Task(arithmetic.train, heldout, verifier, solution=worked_answer), []
     assert config.train is not None
     remarks = []
     problems = load_problems(config.train, split=config.train_split, subset=config.subset, name="train")
@@ -51,10 +60,33 @@ def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
         shared = overlap(problems, heldout)
         if shared:
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")
-    verifier = Verifier(
-        [(reward.name, reward.weight) for reward in config.reward],
+    verifier = _verifier(config, [(reward.name, reward.weight) for reward in config.reward])
+    return Task(ProblemStream(problems, seed).take, heldout[:eval_size], verifier, problems), remarks
+
+
+def _build_gym(config: SourceConfig, generator: str, seed: int, eval_size: int, scorers: GymScorers) -> Task:
+    """With a curriculum, held-out problems are those of the last stage: what it leads to."""
+    curriculum = Curriculum(config.curriculum) if config.curriculum else None
+    stages = [
+        GymTask(generator, {**config.options, **stage}, seed, form=config.answer, instruction=config.instruction)
+        for stage in (config.curriculum.stages if config.curriculum else [{}])
+    ]
+
+    def train(position: int, count: int) -> list[Problem]:
+        return stages[curriculum.stage if curriculum else 0].train(position, count)
+
+    heldout = stages[-1].heldout("validation" if config.eval_split == "validation" else "test", eval_size)
+    listed = [problem for stage in stages for problem in stage.train(0, LOOKED_AT)] if curriculum else []
+    limits = (config.reward_timeout, config.reward_workers)
+    if limits not in scorers:
+        scorers[limits] = _verifier(config, [(GYM, 1.0)])
+    return Task(train, heldout, scorers[limits], listed, curriculum, stages[0].solution)
+
+
+def _verifier(config: SourceConfig, rewards: list[tuple[str, float]]) -> Verifier:
+    return Verifier(
+        rewards,
         timeout=config.reward_timeout,
         call_timeout=config.reward_call_timeout,
         workers=config.reward_workers,
     )
-    return Task(ProblemStream(problems, seed).take, heldout[: config.eval_size], verifier, problems), remarks

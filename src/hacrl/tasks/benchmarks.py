@@ -11,29 +11,14 @@ from pathlib import Path
 
 from hacrl.config import nearest
 from hacrl.errors import UserError
+from hacrl.tasks.boxed import last_box
 from hacrl.tasks.dataset import Row, is_missing, read_rows
 from hacrl.tasks.problem import Problem
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 
 Reference = Callable[[Row], str | None]
-
-
-def last_box(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} of a solution, braces inside it balanced; None without one."""
-    for start in reversed([match.end() for match in BOX.finditer(text)]):
-        if text[start : start + 1] != "{":
-            continue
-        depth = 0
-        for end in range(start, len(text)):
-            escaped = text[end - 1] == "\\" and text[end - 2] != "\\"
-            if text[end] in "{}" and not escaped:
-                depth += 1 if text[end] == "{" else -1
-                if depth == 0:
-                    return text[start + 1 : end].strip()
-    return None
 
 
 def after_hashes(row: Row) -> str | None:
@@ -48,19 +33,20 @@ def answer_or_box(row: Row) -> str | None:
 
 
 def final_answer(row: Row) -> str | None:
-    """OlympiadBench: a list of one text, which may name several answers."""
+    """OlympiadBench: a list of one text with LaTeX between dollars, which may name several answers."""
     answer = row.get("final_answer")
     if isinstance(answer, list):
         answer = ", ".join(str(part) for part in answer)
-    return as_text(answer) if not is_missing(answer) else answer_or_box(row)
+    return answer_or_box(row) if is_missing(answer) else as_text(answer)
 
 
 def as_text(answer: object) -> str | None:
+    """Without the dollars that LaTeX stands between: a reference is an answer as a whole."""
     if is_missing(answer):
         return None
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # AMC's 27.0
-    return str(answer).strip()
+    return re.sub(r"(?<!\\)\$", "", str(answer)).strip()
 
 
 @dataclass(frozen=True)

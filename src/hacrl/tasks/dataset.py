@@ -11,6 +11,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +49,27 @@ def load_problems(source: str, *, split: str, subset: str | None, name: str) -> 
     if not problems:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and an answer.")
     return problems
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with the completion to learn."""
+
+    prompt: Prompt
+    completion: str
+
+    @property
+    def question(self) -> str:
+        return _question(self.prompt)
+
+
+def load_examples(source: str) -> list[Example]:
+    """All rows of a data set that has completions, read as `load_problems` reads it."""
+    rows = read_rows(source, "train", None)
+    examples = [Example(_prompt(row, place), _completion(row, place)) for place, row in rows]
+    if not examples:
+        raise UserError(f"{source} is empty: it needs at least one row with a prompt and a completion.")
+    return examples
 
 
 def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
@@ -192,13 +214,26 @@ def _prompt(row: Row, place: str) -> Prompt:
     return [{"role": message["role"], "content": _valid(message["content"], place)} for message in prompt]
 
 
-def _valid(text: str, place: str) -> str:
+def _valid(text: str, place: str, what: str = "prompt") -> str:
     """JSON can spell half of a character, "\\ud83d", which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{place}: the prompt is not valid Unicode ({error}). Mend or remove it.") from error
+        raise UserError(f"{place}: the {what} is not valid Unicode ({error}). Mend or remove it.") from error
     return text
+
+
+def _completion(row: Row, place: str) -> str:
+    """A text, or as in TRL one message of the assistant."""
+    completion = row.get("completion")
+    if isinstance(completion, list) and len(completion) == 1 and _is_message(completion[0]):
+        completion = completion[0]["content"]
+    if is_missing(completion):
+        has = "is empty" if "completion" in row else f"is missing: the columns are {', '.join(row) or '(none)'}"
+        raise UserError(f"{place}: the completion {has}. Add it, or remove the row.")
+    if not isinstance(completion, str):
+        raise UserError(f"{place}: the completion is a {type(completion).__name__}, expected text.")
+    return _valid(completion, place, "completion")
 
 
 def _is_message(message: object) -> bool:

@@ -7,12 +7,20 @@ multiplication does not see, while the parent kills the child.
 
 import logging
 import re
+import runpy
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from math_verify import parse, verify
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns when its time limits are off
+
+# By its path: importing hacrl would import torch.
+_boxed = runpy.run_path(str(Path(__file__).with_name("boxed.py")))
+boxes, same_text, scientific, tidy, tidy_boxes = (
+    _boxed[name] for name in ("boxes", "same_text", "scientific", "tidy", "tidy_boxes")
+)
 
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """Where LaTeX begins in a text."""
@@ -23,26 +31,84 @@ def math(completions: list[str], answer: list[str], **columns: Any) -> list[floa
     return [_compare(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
+def same_answer(completions: list[str], others: list[list[str]], **columns: Any) -> list[float | None]:
+    """Which of the other completions has the same answer: the position of the first, -1 if none has, None without
+    an answer."""
+    return [_first_equal(completion, among) for completion, among in zip(completions, others, strict=True)]
+
+
+def read_as_math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+    """1.0 where math-verify finds completion and reference equal, whether or not they are spelled alike."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_equal(_parse_gold(gold), _parse_completion(completion))) for completion, gold in pairs]
+
+
 def _compare(completion: str, gold: str) -> float | None:
+    if not gold.strip():
+        return None
+    stated = _stated(completion)
+    if stated is not None and same_text(stated, gold):
+        return 1.0
     reference = _parse_gold(gold)
     if not reference:
         return None
     if completion.strip() == gold.strip():
         return 1.0
-    return float(verify(reference, _parse(_delimit(completion)), timeout_seconds=None, raise_on_error=True))
+    return float(_equal(reference, _parse_completion(completion)))
+
+
+def _first_equal(completion: str, among: list[str]) -> float | None:
+    stated, own = _stated(completion), _parse_completion(completion)
+    if not own and not (stated or "").strip():
+        return None
+    for position, other in enumerate(among):
+        others = _stated(other)
+        if stated is not None and others is not None and same_text(stated, others):
+            return float(position)
+        reading = _parse_completion(other)
+        if own and reading and _equal(reading, own):
+            return float(position)
+    return -1.0
+
+
+def _equal(reference: list[Any], own: list[Any]) -> bool:
+    return bool(verify(reference, own, timeout_seconds=None, raise_on_error=True))
 
 
 @lru_cache(maxsize=1024)
 def _parse_gold(gold: str) -> list[Any]:
     """A reference without delimiters is an expression as a whole, LaTeX or plain, perhaps with a full stop."""
-    return _parse(gold if DELIMITED.search(gold) else rf"\boxed{{{gold.rstrip(' .,')}}}")
+    return _parse(tidy_boxes(gold) if DELIMITED.search(gold) else rf"\boxed{{{tidy(gold)}}}")
+
+
+@lru_cache(maxsize=1024)
+def _parse_completion(completion: str) -> list[Any]:
+    return _parse(_delimit(completion))
+
+
+def _stated(completion: str) -> str | None:
+    """The answer, where it is marked as such: the only box, or what stands behind #### in the last line.
+
+    Several boxes are math-verify's to judge: who boxes two answers has not chosen one.
+    """
+    spans = boxes(completion)
+    if spans or "\\boxed" in completion:
+        return completion[slice(*spans[0])] if len(spans) == 1 else None
+    _, marked, answer = completion.rstrip().rpartition("\n")[2].rpartition("####")
+    return answer if marked else None
 
 
 def _delimit(completion: str) -> str:
-    r"""Mark bare LaTeX in the last line as such: of "3\sqrt{13}", math-verify would read the 3."""
-    last_line = completion.rstrip().rpartition("\n")[2].rpartition("####")[2]
-    bare = "\\" in last_line and not DELIMITED.search(completion)
-    return rf"\boxed{{{last_line}}}" if bare else completion
+    r"""Mark the answer in the last line as such where no box does: bare LaTeX (of "3\sqrt{13}", math-verify would
+    read the 3), and what stands behind #### (it would rather take a number near the word "answer")."""
+    if "\\boxed" in completion:
+        return str(tidy_boxes(completion))
+    last_line = completion.rstrip().rpartition("\n")[2]
+    _, marked, answer = last_line.rpartition("####")
+    delimited = DELIMITED.search(completion)
+    if marked or ("\\" in last_line and not delimited):
+        return rf"\boxed{{{tidy(answer)}}}"
+    return str(scientific(completion)) if delimited else completion
 
 
 def _parse(text: str) -> list[Any]:

@@ -14,3 +14,5 @@ class Problem:
     answer: str
     columns: dict[str, Any] = field(default_factory=dict)
     """Every column of the data row, for the reward functions (`answer` among them)."""
+    part: str | None = None
+    """Which part of a mixture it comes from."""

@@ -1,4 +1,4 @@
-"""Rewards of completions: `exact`, `math`, and functions of the user's own, several with weights.
+"""Rewards of completions: `exact`, `math`, reasoning-gym's scorers, and functions of the user's own, with weights.
 
 Whatever may hang or crash runs in child processes. A verifier that fails never turns a reward into 0: the
 rollout gets None, and the verdict says why. A mistake in a user's function ends the run with its place.
@@ -25,8 +25,10 @@ from hacrl.tasks.worker import Reply, Worker
 Completion = str | list[dict[str, str]]
 """As in TRL: a text after a text prompt, one assistant message after chat messages."""
 
-MATH_MEMORY = 4 << 30
-"""Bytes of address space of a process that runs `math`."""
+CHILD_MEMORY = 4 << 30
+"""Bytes of address space of a process that runs `math` or a scorer of reasoning-gym."""
+GYM = "reasoning-gym"
+"""The reward of tasks from reasoning-gym, whose problems have the columns it needs."""
 RESERVED = {"prompt", "prompts", "completion", "completions"}
 """Columns that are not passed on under their own names."""
 
@@ -67,8 +69,8 @@ def text_of(completion: Completion) -> str:
 class Verifier:
     """Weighted reward functions.
 
-    Each is "exact", "math", a user's "module:function" or "path/to/file.py:function", or a Python callable.
-    `timeout` limits `math` on one completion, in `workers` processes. `call_timeout` limits one call of a
+    Each is "exact", "math", GYM, a user's "module:function" or "path/to/file.py:function", or a Python callable.
+    `timeout` limits `math` and GYM on one completion, in `workers` processes. `call_timeout` limits one call of a
     user's function, which has a process of its own. `exact` and callables run here, without a limit.
     """
 
@@ -185,38 +187,60 @@ class InOneChild(Scorer):
         self._worker.close()
 
 
-class InManyChildren(Scorer):
-    """`math`: a call for each completion, several at a time."""
+class Pool:
+    """Processes that run one function of ours that needs a package, a call for each in turn."""
 
-    def __init__(self, timeout: float, workers: int) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise UserError("The reward math needs the package math-verify: run pip install 'hacrl[math]'.")
-        self._timeout = timeout
-        source = Path(__file__).with_name("math_reward.py")
-        self._workers = [Worker(f"{source}:math", path=sys.path, memory=MATH_MEMORY) for _ in range(workers)]
+    def __init__(self, kind: str, function: str, package: str, timeout: float, workers: int) -> None:
+        """`kind` is the extra that brings the package, and `kind`_reward.py beside this file has the function."""
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
+        self._kind, self._timeout = kind, timeout
+        source = Path(__file__).with_name(f"{kind}_reward.py")
+        self._workers = [Worker(f"{source}:{function}", path=sys.path, memory=CHILD_MEMORY) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="math")
+        self.threads = ThreadPoolExecutor(workers, thread_name_prefix=kind)
 
-    def score(self, arguments: dict[str, Any]) -> list[Part]:
-        texts = [text_of(completion) for completion in arguments["completions"]]
-        return list(self._threads.map(self._score_one, texts, arguments["answer"]))
-
-    def _score_one(self, text: str, answer: str) -> Part:
+    def call(self, arguments: dict[str, Any]) -> Reply:
         worker = self._idle.get()
         try:
-            reply = worker.call({"completions": [text], "answer": [answer]}, self._timeout)
+            reply = worker.call(arguments, self._timeout)
         finally:
             self._idle.put(worker)
         if reply.outcome == "unloadable":
-            raise _broken("math", reply.detail)
+            raise _broken(self._kind, reply.detail)
+        return reply
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+class MathPool(Pool):
+    def __init__(self, function: str, timeout: float, workers: int) -> None:
+        super().__init__("math", function, "math-verify", timeout, workers)
+
+
+class InManyChildren(Scorer):
+    """`math` and GYM: a call for each completion, several at a time."""
+
+    def __init__(self, pool: Pool, columns: Sequence[str]) -> None:
+        """The pool's function gets these columns beside the completions."""
+        self._pool, self._columns = pool, columns
+
+    def score(self, arguments: dict[str, Any]) -> list[Part]:
+        texts = [text_of(completion) for completion in arguments["completions"]]
+        return list(self._pool.threads.map(self._score_one, texts, *(arguments[column] for column in self._columns)))
+
+    def _score_one(self, text: str, *values: Any) -> Part:
+        columns = {name: [value] for name, value in zip(self._columns, values, strict=True)}
+        reply = self._pool.call({"completions": [text], **columns})
         return Part(reply.values[0]) if reply.outcome == "returned" else _failed(reply)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
+        self._pool.close()
 
 
 def _scorer(reward: str | RewardFunction, timeout: float, call_timeout: float, workers: int) -> Scorer:
@@ -225,7 +249,10 @@ def _scorer(reward: str | RewardFunction, timeout: float, call_timeout: float, w
     if reward == "exact":
         return InProcess(exact)
     if reward == "math":
-        return InManyChildren(timeout, workers)
+        return InManyChildren(MathPool("math", timeout, workers), ["answer"])
+    if reward == GYM:
+        pool = Pool("gym", "gym", "reasoning-gym", timeout, workers)
+        return InManyChildren(pool, ["entry", "generator", "options", "form"])
     if not all(reward.rpartition(":")):
         raise UserError(
             f"There is no reward {reward!r}: exact and math are built in, "

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hacrl.errors import UserError
+
 MARKER = "COMPLETE"
 PREFIX = "checkpoint-"
 NAME = re.compile(r"checkpoint-\d+")
@@ -66,6 +68,18 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Oldest first."""
     found = [path for path in run_dir.glob(f"{PREFIX}*") if NAME.fullmatch(path.name) and (path / MARKER).is_file()]
     return sorted(found, key=step_of)
+
+
+def find_checkpoint(run_dir: Path, step: int | None) -> Path:
+    """That of a step, or the newest; UserError if there is none."""
+    found = complete_checkpoints(run_dir)
+    if not found:
+        raise UserError(f"{run_dir} has no checkpoint yet.")
+    chosen = found[-1] if step is None else checkpoint_dir(run_dir, step)
+    if chosen not in found:
+        steps = ", ".join(str(step_of(path)) for path in found)
+        raise UserError(f"{run_dir} has no checkpoint of step {step}; there are: {steps}.")
+    return chosen
 
 
 def step_of(checkpoint: Path) -> int:

@@ -1,6 +1,8 @@
 """One run from its config to its results."""
 
 import random
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,20 @@ from rich.console import Console
 
 from hacrl.agents.loading import resolve_model
 from hacrl.config import RunConfig, apply_overrides
-from hacrl.errors import UserError
+from hacrl.errors import UserError, warn
+from hacrl.execution.executor import AgentLost, Executor
 from hacrl.execution.local import LocalExecutor
 from hacrl.tasks import build_task
+from hacrl.training.checkpoint import complete_checkpoints, step_of
 from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir
 from hacrl.training.trackers import Trackers, check_trackers
 from hacrl.training.trainer import Trainer, Watcher
 
-RESUMABLE_CHANGES = {"max_steps", "eval_every", "save_every", "save_total_limit", "keep_best", "trace", "report_to"}
+RESUMABLE_CHANGES = {
+    *("max_steps", "eval_every", "save_every", "save_total_limit", "keep_best", "trace", "report_to"),
+    *("execution", "ray"),
+}
 """What may be changed when a run is continued; anything else would make it another run."""
 
 
@@ -49,8 +56,47 @@ class Audience:
 def train(
     config: RunConfig, *, resume: bool = False, console: Console | None = None, title: str | None = None
 ) -> RunResult:
-    """Train the agents of a config. `resume` continues the run in its `output_dir`."""
-    console = console or Console()
+    """Train the agents of a config. `resume` continues the run in its `output_dir`.
+
+    When an agent is lost, the run is continued here as it would be in another process, unless `ray.on_failure` is stop.
+    """
+    restarts = 0
+    while True:
+        try:
+            return _train(config, resume, console or Console(), title)
+        except AgentLost as lost:
+            run = RunDir(config.output_dir)
+            if not run.config_file.is_file():  # it had not begun
+                raise
+            how = f"Continue with `hacrl train {run.path} --resume`."
+            if config.ray.on_failure == "stop":
+                raise UserError(f"{lost} {how}") from lost
+            if restarts == config.ray.max_restarts:
+                raise UserError(
+                    f"{lost} The run was restarted {restarts} times already (ray.max_restarts). {how}"
+                ) from lost
+            restarts += 1
+            resume = True
+            warn(f"{lost} Restart {restarts} of at most {config.ray.max_restarts}: {_goes_back(run)}.")
+
+
+def _goes_back(run: RunDir) -> str:
+    logged, checkpoints = run.metrics(), complete_checkpoints(run.path)
+    reached = step_of(checkpoints[-1]) if checkpoints else 0
+    again = max((logged[-1]["step"] if logged else 0) - reached, 0)
+    where = checkpoints[-1].name if checkpoints else "the start"
+    return f"all agents go back to {where}; {again} finished steps are done again, besides the one that was going on"
+
+
+def make_executor(config: RunConfig, on_agent: Callable[[str, bool], None]) -> Executor:
+    if config.execution == "local":
+        return LocalExecutor(config, on_agent)
+    from hacrl.execution.ray import RayExecutor
+
+    return RayExecutor(config, on_agent)
+
+
+def _train(config: RunConfig, resume: bool, console: Console, title: str | None) -> RunResult:
     if resume:
         run = RunDir.open(config.output_dir)
         check_same_run(config, run.config())
@@ -66,8 +112,11 @@ def train(
     for agent in config.agents:
         resolve_model(agent.model, f"agents.{agent.id}.model")
     task, remarks = build_task(config.task, config.seed)
-    with task.verifier, Progress(config, console, title) as progress:
-        executor = LocalExecutor(config, progress.on_agent)
+    with (
+        task.verifier,
+        Progress(config, console, title) as progress,
+        closing(make_executor(config, progress.on_agent)) as executor,
+    ):
         for agent_id in executor.without_chat_template():
             remarks.append(f"Agent {agent_id} has no chat template: string prompts are given to it as they are.")
         for remark in remarks:
@@ -103,7 +152,7 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
     config = RunDir.open(run_dir).config()
     for override in overrides:
         key = override.partition("=")[0]
-        if key not in RESUMABLE_CHANGES:
+        if key.partition(".")[0] not in RESUMABLE_CHANGES:
             raise UserError(
                 f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "
                 "Start a new run with another output_dir."

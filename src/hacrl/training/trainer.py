@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +46,17 @@ class Watcher(Protocol):
     def on_metrics(self, step: int, metrics: dict[str, Any]) -> None: ...
 
 
+@dataclass
+class Sampled:
+    """Problems with every agent's verified rollouts of them."""
+
+    problems: list[Problem]
+    rollouts: list[list[Rollout]]
+    seconds: list[float]
+    """Of sampling, for each agent."""
+    verify_seconds: float
+
+
 class Trainer:
     def __init__(self, config: RunConfig, task: Task, executor: Executor, run: RunDir, watcher: Watcher) -> None:
         self.config, self.task, self.executor, self.run, self.watcher = config, task, executor, run, watcher
@@ -54,6 +66,10 @@ class Trainer:
         self.step = 0
         self.position = 0
         """How many problems of the training stream have been taken."""
+        self.ahead: Sampled | None = None
+        """With overlap: the next step's rollouts."""
+        self.waited = np.zeros(len(self.ids))
+        """Seconds of this step's sampling and learning in which each agent had nothing to do."""
         self.totals: list[Counter[str]] = [Counter() for _ in self.ids]
         """Rollouts, tokens and updates of each agent so far."""
         self.times = [{"sample_seconds": 0.0, "learn_seconds": 0.0} for _ in self.ids]
@@ -89,6 +105,7 @@ class Trainer:
 
     def train_step(self) -> dict[str, Any]:
         """Algorithm 1 of the paper."""
+        self.waited[:] = 0
         problems, rollouts, metrics = self._collect()
         performances = [self._performance(own) for own in rollouts]
         self.tracker.update(performances)
@@ -104,8 +121,7 @@ class Trainer:
             lesson, advantage = self._lesson(agent, k, problems, used, omega_KK)
             lessons.append(lesson)
             advantages.append(advantage)
-        self.watcher.on_phase("learning")
-        results = self.executor.learn(lessons)
+        results = self._learn(lessons)
         learn_seconds = list(self.executor.seconds)
 
         for k, agent_id in enumerate(self.ids):
@@ -120,6 +136,7 @@ class Trainer:
                 "num_rollouts": self.totals[k]["rollouts"],
                 "num_updates": self.totals[k]["updates"],
                 "time/learn": learn_seconds[k],
+                "time/wait": float(self.waited[k]),
             }
             if self.algorithm.shares_rollouts:
                 for j, source_id in enumerate(self.ids):
@@ -147,33 +164,34 @@ class Trainer:
         rounds = self.config.dynamic_sampling_rounds if self.config.dynamic_sampling else 1
         chosen: list[tuple[Problem, list[list[Rollout]]]] = []
         spare: list[tuple[Problem, list[list[Rollout]]]] = []
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, Any] = {**self.task.metrics()}
+        judged: list[tuple[Problem, float]] = []
         sampled: list[list[Rollout]] = [[] for _ in self.ids]
         seconds = np.zeros(len(self.ids))
         verify_seconds = 0.0
         for sampling_round in range(rounds):
-            problems = self.task.train(self.position, wanted - len(chosen))
-            self.position += len(problems)
-            known = {problem.id for problem, _ in [*chosen, *spare]}
-            problems = [problem for problem in problems if problem.id not in known]
-            if not problems:
-                continue
-            self.watcher.on_phase("sampling")
-            rollouts = self.executor.sample(problems, self.step, sampling_round)
-            seconds += self.executor.seconds
-            self.watcher.on_phase("verifying")
-            start = time.perf_counter()
-            for own in rollouts:
-                self._verify(problems, own)
-            verify_seconds += time.perf_counter() - start
+            if self.ahead is None:
+                problems = self._next_problems(wanted - len(chosen))
+                known = {problem.id for problem, _ in [*chosen, *spare]}
+                problems = [problem for problem in problems if problem.id not in known]
+                if not problems:
+                    continue
+                batch = self._sample(problems, sampling_round)
+            else:
+                batch, self.ahead = self.ahead, None
+            problems, rollouts = batch.problems, batch.rollouts
+            seconds += batch.seconds
+            verify_seconds += batch.verify_seconds
             for own, new in zip(sampled, rollouts, strict=True):
                 own.extend(new)
+                judged += [(problems[r.prompt_index], r.reward) for r in new if r.reward is not None]
             for position, problem in enumerate(problems):
                 group = [[r for r in own if r.prompt_index == position] for own in rollouts]
                 spread = len({r.reward for own in group for r in own if r.reward is not None}) > 1
                 (chosen if spread or not self.config.dynamic_sampling else spare).append((problem, group))
             if len(chosen) == wanted:
                 break
+        self.task.observe(judged)
         discarded = len(chosen) + len(spare) - wanted
         chosen = [*chosen, *spare][:wanted]
         for position, (_, group) in enumerate(chosen):
@@ -193,6 +211,44 @@ class Trainer:
             metrics["prompts_discarded"] = discarded
         self._write_rollouts(rollouts)  # before anything can go wrong with them
         return [problem for problem, _ in chosen], rollouts, metrics
+
+    def _next_problems(self, count: int) -> list[Problem]:
+        problems = self.task.train(self.position, count)
+        self.position += len(problems)
+        return problems
+
+    def _sample(self, problems: list[Problem], sampling_round: int) -> Sampled:
+        self.watcher.on_phase("sampling")
+        start = time.perf_counter()
+        rollouts = self.executor.sample(problems, self.step, sampling_round)
+        self.waited += time.perf_counter() - start - np.array(self.executor.seconds)
+        self.watcher.on_phase("verifying")
+        return self._verified(problems, rollouts)
+
+    def _learn(self, lessons: list[Lesson]) -> list[LearnResult]:
+        """With overlap, every agent samples the next step's rollouts first; they are verified while agents learn."""
+        self.watcher.on_phase("learning")
+        start = time.perf_counter()
+        if self.config.overlap and self.step < self.config.max_steps:
+            problems = self._next_problems(self.config.prompts_per_step)
+
+            def on_sampled(rollouts: list[list[Rollout]]) -> None:
+                self.ahead = self._verified(problems, rollouts)
+                self.waited -= self.ahead.seconds
+
+            results = self.executor.sample_and_learn(problems, self.step + 1, lessons, on_sampled)
+        else:
+            results = self.executor.learn(lessons)
+        self.waited += time.perf_counter() - start - np.array(self.executor.seconds)
+        return results
+
+    def _verified(self, problems: list[Problem], rollouts: list[list[Rollout]]) -> Sampled:
+        """What the executor has just sampled."""
+        seconds = list(self.executor.seconds)
+        start = time.perf_counter()
+        for own in rollouts:
+            self._verify(problems, own)
+        return Sampled(problems, rollouts, seconds, time.perf_counter() - start)
 
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> None:
         verdicts = self.task.score(
@@ -302,12 +358,18 @@ class Trainer:
         self.watcher.on_phase("evaluating")
         metrics: dict[str, Any] = {}
         for k, texts in enumerate(self.executor.answer(problems)):
-            rewards = [verdict.reward for verdict in self.task.score(problems, texts)]
-            judged = [reward for reward in rewards if reward is not None]
-            metrics[f"{self.ids[k]}/eval_unverified"] = len(rewards) - len(judged)
+            by_part: dict[str | None, list[float]] = {}
+            for problem, verdict in zip(problems, self.task.score(problems, texts), strict=True):
+                if verdict.reward is not None:
+                    by_part.setdefault(problem.part, []).append(verdict.reward)
+            judged = [reward for rewards in by_part.values() for reward in rewards]
+            metrics[f"{self.ids[k]}/eval_unverified"] = len(problems) - len(judged)
             metrics[f"{self.ids[k]}/time/eval"] = self.executor.seconds[k]
             if judged:
                 metrics[f"{self.ids[k]}/eval_accuracy"] = self.accuracy[k][self.step] = float(np.mean(judged))
+            for part, rewards in by_part.items():
+                if part is not None:
+                    metrics[f"{self.ids[k]}/eval_accuracy/{part}"] = float(np.mean(rewards))
         return metrics
 
     def _best_step(self) -> int | None:
@@ -345,19 +407,36 @@ class Trainer:
             "step": self.step,
             "position": self.position,
             "capability": self.tracker.state_dict(),
+            "task": self.task.state_dict(),
             "totals": self.totals,
             "times": self.times,
             "accuracy": [list(own.items()) for own in self.accuracy],
             "seconds": self.seconds,
             "random": global_random_state(),
+            # The problems can be drawn again; the policy that sampled these rollouts is gone.
+            "ahead": None
+            if self.ahead is None
+            else {
+                "rollouts": [[asdict(rollout) for rollout in own] for own in self.ahead.rollouts],
+                "seconds": self.ahead.seconds,
+                "verify_seconds": self.ahead.verify_seconds,
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.position, self.seconds = state["step"], state["position"], state["seconds"]
         self.tracker.load_state_dict(state["capability"])
+        if "task" in state:  # not in checkpoints of older versions
+            self.task.load_state_dict(state["task"])
         self.totals = [Counter(own) for own in state["totals"]]
         self.times = state["times"]
         self.accuracy = [dict(own) for own in state["accuracy"]]
+        ahead = state.get("ahead")
+        if ahead is not None:
+            count = self.config.prompts_per_step
+            rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
+            problems = self.task.train(self.position - count, count)
+            self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
         restore_global_random_state(state["random"])
 
     def summary(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def evaluate_target(
         raise UserError(f"{output} already exists. Choose another --output.")
     if output is not None and not output.parent.is_dir():
         raise UserError(f"There is no folder {output.parent} for --output.")
-    config, agents = _agents(target, config_source, step)
+    config, agents = agents_of(target, config_source, step)
     task_config = config.task.model_copy(update={"eval_size": num_problems} if num_problems else {})
     task, _ = build_task(task_config, config.seed)
     lines = []
@@ -66,7 +66,8 @@ def evaluate_target(
         write_atomically(output, "".join(to_json(line) + "\n" for line in lines))
 
 
-def _agents(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
+def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
+    """The agents of a run as they were at a checkpoint, or a model with the settings of the config's first agent."""
     if (Path(target) / "config.yaml").is_file():
         run = RunDir.open(target)
         config = run.config()

@@ -1,0 +1,338 @@
+"""One agent in several processes, each with a part of every weight, gradient and moment (FSDP).
+
+`RankAgent` is the agent in one of them, whoever started it. `ShardedAgent` starts them on this machine and asks them.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hacrl.agents.agent import Agent
+from hacrl.agents.learning import Learner, LearnResult, Lesson
+from hacrl.agents.loading import load_model, load_tokenizer, resolve_device
+from hacrl.agents.lora import with_same_weights
+from hacrl.agents.master import MasterWeights
+from hacrl.agents.policy import Policy, local
+from hacrl.agents.team import join_team
+from hacrl.algorithms import Algorithm
+from hacrl.config import AgentConfig
+from hacrl.decoder.scoring import TokenLogprobs
+from hacrl.errors import TrainingDiverged, UserError
+from hacrl.rollouts.rollout import Rollout
+from hacrl.seeding import derive_seed
+from hacrl.tasks.problem import Problem
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one process has to know to be a rank of an agent."""
+
+    config: AgentConfig
+    index: int
+    algorithm: Algorithm
+    seed: int
+    trace: bool
+    rank: int
+    meeting_point: str
+
+    @property
+    def device(self) -> torch.device:
+        """GPUs from the configured one on."""
+        device = resolve_device(self.config.device)
+        return resolve_device(f"cuda:{(device.index or 0) + self.rank}") if device.type == "cuda" else device
+
+
+class RankAgent(Agent):
+    """An agent of which this process holds a part. All ranks get the same calls; each answers for its share."""
+
+    def __init__(self, member: Member) -> None:
+        config, self.index, self.algorithm = member.config, member.index, member.algorithm
+        self.config, self.seed, self.adapter = config, derive_seed(member.seed, member.rank), None
+        self.device = member.device
+        self.team = join_team(member.rank, config.fsdp, member.meeting_point, self.device)
+        self.tokenizer = load_tokenizer(config)
+        self.on_cpu = config.model_copy(update={"device": "cpu"})
+        self.model = load_model(self.on_cpu)
+        self.read_tokens()
+        self.whole = WholeModel(self, with_same_weights(self.model))
+        policy = self._shard(self.model)
+        self.whole.empty()
+        self.weights = ShardedWeights(self.model, policy.dtype)
+        reference = None
+        if self.algorithm.beta or config.log_kl:
+            reference = self._shard(load_model(self.on_cpu).requires_grad_(False)).score
+        saves_work = config.fast and not member.trace
+        self.learner = Learner(
+            config, self.index, self.algorithm, self.weights, policy, reference, saves_work, self.team
+        )
+
+    def _shard(self, model: Any) -> Policy:
+        """Distribute a model's layers over the ranks; a pass puts one layer after the other together."""
+        policy = Policy(model, self.config, self.stop_ids, lean=False)
+        policy.side_by_side = False
+        mesh = dist.init_device_mesh(self.device.type, (self.team.size,))
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
+        if policy.dtype != torch.float32:
+            options["mp_policy"] = MixedPrecisionPolicy(policy.dtype, torch.float32)
+        for module in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] + [model]:
+            part: FSDPModule = fully_shard(module, **options)
+            # The objective is a sum over rollouts, not a mean over ranks.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        if policy.backbone is None:
+            return policy
+        score = policy.scorer
+
+        def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            scored = score(*args)
+            return scored.logp_NT.clone(), scored.mask_NT, scored.entropy_NT  # FSDP warns of views
+
+        model.score = forward
+        register_fsdp_forward_method(model, "score")
+        policy.scorer = lambda *args: TokenLogprobs(*model.score(*args))
+        return policy
+
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
+        own = list(range(len(problems)))[self.team.rank :: self.team.size]
+        with self.whole.gathered():
+            rollouts = super().sample([problems[i] for i in own], step, sampling_round) if own else []
+        for rollout in rollouts:
+            rollout.prompt_index = own[rollout.prompt_index]
+        return rollouts
+
+    def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
+        rollouts = in_order(self.team.gather(self.sample(problems, step, 0)))
+        self.learner.score_ahead(rollouts, [self.prompt_ids(problem) for problem in problems])
+        return rollouts if self.team.rank == 0 else []
+
+    def answer(self, problems: Sequence[Problem]) -> list[str]:
+        own = problems[self.team.rank :: self.team.size]
+        with self.whole.gathered():
+            return super().answer(own) if own else []
+
+    def save(self, model_dir: Path, state_file: Path) -> None:
+        state = self.weights.state_dict(self.model)
+        if self.team.rank == 0:
+            self.whole.model.save_pretrained(model_dir, state_dict=state)
+            self.tokenizer.save_pretrained(model_dir)
+        with self._state_file(state_file).open("wb") as file:
+            torch.save(self.learner.state_dict(), file)
+        dist.barrier()
+
+    def load(self, model_dir: Path, state_file: Path) -> None:
+        self.weights.load_state_dict(self.model, load_model(self.on_cpu, model_dir).state_dict())
+        state = torch.load(self._state_file(state_file), map_location=self.device, weights_only=True)
+        self.learner.load_state_dict(state)
+
+    def _state_file(self, file: Path) -> Path:
+        return file.with_suffix(f".rank{self.team.rank}") if self.team.rank else file
+
+
+def in_order(rollouts: list[Rollout]) -> list[Rollout]:
+    return sorted(rollouts, key=lambda rollout: (rollout.prompt_index, rollout.index))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor put together, in every process; all must ask for it."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+class WholeModel:
+    """The agent's model with all weights in one process: while it samples, and not longer."""
+
+    def __init__(self, agent: RankAgent, model: Any) -> None:
+        self.agent, self.model = agent, model
+        self.policy: Policy | None = None
+
+    def empty(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0)
+        if self.policy is not None and self.policy.backbone is not None and self.policy.backbone.lean is not None:
+            for joined in self.policy.backbone.lean.joined:
+                joined.release()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        agent = self.agent
+        dtype = getattr(torch, agent.config.dtype)
+        for parameter, shards in zip(self.model.parameters(), agent.model.parameters(), strict=True):
+            parameter.data = whole(shards).to(dtype)
+        if self.policy is None:
+            self.model.to(agent.device).requires_grad_(False)
+            self.policy = Policy(self.model, agent.config, agent.stop_ids)
+            agent.engine = self.policy.engine(agent.tokenizer)
+        try:
+            yield
+        finally:
+            self.empty()
+
+
+class ShardedWeights(MasterWeights):
+    """This process's part of the weights: plain tensors on the memory of the sharded ones, always float32."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.working = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.separate = dtype != torch.float32
+        self.weights = [nn.Parameter(local(parameter.detach())) for parameter in self.working]
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
+
+    def zero_grad(self) -> None:
+        gradients: Any = self.gradients
+        torch._foreach_zero_(gradients)
+        for parameter in self.working:
+            parameter.grad = None
+
+    def collect(self) -> None:
+        for parameter, gradient in zip(self.working, self.gradients, strict=True):
+            if parameter.grad is not None:
+                gradient += local(parameter.grad)
+                parameter.grad = None
+
+    def publish(self) -> None:
+        """The model has the same memory."""
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model in the first process, nothing in the others, which must ask for it too."""
+        copies: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in copies:  # tied weights stay tied
+                gathered = whole(value)
+                copies[id(value)] = gathered.cpu() if dist.get_rank() == 0 else torch.empty(0)
+            state[name] = copies[id(value)]
+        return state
+
+    def load_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            given = state[name].to(parameter.device)
+            part = distribute_tensor(given, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            with torch.no_grad():
+                local(parameter.detach()).copy_(part.to_local())
+
+
+class ShardedAgent:
+    """An agent whose ranks are processes on this machine."""
+
+    def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int, trace: bool = False) -> None:
+        self.config, self.index = config, index
+        self.device = torch.device("cpu")  # that of this process's part of the work
+        self.folder = tempfile.TemporaryDirectory(prefix="hacrl-")
+        threads = str(max(torch.get_num_threads() // config.fsdp, 1))
+        self.ranks: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.end = weakref.finalize(self, end_all, self.processes)
+        for rank in range(config.fsdp):
+            here, there = Pipe()
+            start = "from hacrl.agents.sharded import main; main()"
+            command = [sys.executable, "-c", start, str(there.fileno())]
+            environment = os.environ | {"OMP_NUM_THREADS": threads}
+            pass_fds = [there.fileno()]
+            self.processes.append(subprocess.Popen(command, pass_fds=pass_fds, env=environment, start_new_session=True))
+            there.close()
+            tell(here, Member(config, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
+            self.ranks.append(here)
+        self.has_chat_template = bool(self._answers()[0])
+
+    def check_prompts(self, problems: Sequence[Problem]) -> None:
+        self._call("check_prompts", problems)
+
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
+        shares = self._call("sample", problems, step, sampling_round)
+        return in_order([rollout for own in shares for rollout in own])
+
+    def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
+        rollouts: list[Rollout] = self._call("sample_ahead", problems, step)[0]
+        return rollouts
+
+    def answer(self, problems: Sequence[Problem]) -> list[str]:
+        shares = self._call("answer", problems)
+        return [shares[i % len(shares)][i // len(shares)] for i in range(len(problems))]
+
+    def learn(self, lesson: Lesson) -> LearnResult:
+        result: LearnResult = self._call("learn", lesson)[0]
+        return result
+
+    def save(self, model_dir: Path, state_file: Path) -> None:
+        self._call("save", model_dir, state_file)
+
+    def load(self, model_dir: Path, state_file: Path) -> None:
+        self._call("load", model_dir, state_file)
+
+    def _call(self, name: str, *args: Any) -> list[Any]:
+        for connection in self.ranks:
+            tell(connection, (name, args))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        """One of each rank. The first error ends them all: the others may be waiting for the one that failed."""
+        answers: dict[Connection, Any] = {}
+        while len(answers) < len(self.ranks):
+            for ready in wait([connection for connection in self.ranks if connection not in answers]):
+                assert isinstance(ready, Connection)
+                try:
+                    answers[ready] = hear(ready)
+                except (EOFError, ConnectionError):
+                    answers[ready] = RuntimeError(f"A process of agent {self.config.id} has ended.")
+                if isinstance(answers[ready], Exception):
+                    self.end()
+                    raise answers[ready]
+        return [answers[connection] for connection in self.ranks]
+
+
+def tell(connection: Connection, what: Any) -> None:
+    connection.send_bytes(pickle.dumps(what))  # send() would lend tensors, which takes both processes
+
+
+def hear(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def serve(connection: Connection) -> None:
+    """Be a rank: answer calls until nobody is there to make any."""
+    member: Member = hear(connection)
+    logging.getLogger("hacrl").disabled = member.rank > 0  # one warning is enough
+    agent = RankAgent(member)
+    tell(connection, agent.has_chat_template)
+    while True:
+        name, args = hear(connection)
+        answer = getattr(agent, name)(*args)
+        tell(connection, answer if name in ("sample", "answer") or agent.team.rank == 0 else None)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection)
+    except (EOFError, ConnectionError):  # the run has ended
+        pass
+    except (UserError, TrainingDiverged) as error:
+        tell(connection, error)
+    except Exception:
+        tell(connection, RuntimeError(traceback.format_exc()))
+    os._exit(0)  # without waiting for ranks that may never come

@@ -1,0 +1,125 @@
+"""Figures of several completions of each problem: avg@k, pass@k, best@k, maj@k, with intervals. NumPy alone.
+
+P problems with K completions each. NaN is a completion that could not be judged: it counts as neither right nor wrong.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+RESAMPLES = 9999
+
+Interval = tuple[float, float]
+Array = npt.NDArray[np.float64]
+
+
+def pass_at(k: int, judged: int, right: int) -> float:
+    """The chance that one of k completions is right, without bias: 1 - C(n-c, k) / C(n, k) of n judged, c right.
+
+    Chen et al., arXiv 2107.03374. NaN with fewer than k completions.
+    """
+    return 1 - math.comb(judged - right, k) / math.comb(judged, k) if judged >= k else math.nan
+
+
+def majority(votes: Sequence[int | None]) -> float:
+    """Whether the most frequent answer is right: votes are 0 for the right answer, other numbers for other ones.
+
+    Of several that are equally frequent one would be drawn: a right one among m of them gives 1/m. None, a completion
+    without an answer or without a verdict, does not vote; nobody's vote gives 0.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    most = max(counts.values(), default=0)
+    return 1 / list(counts.values()).count(most) if most and counts[0] == most else 0.0
+
+
+def by_problem(correct_PK: npt.ArrayLike) -> dict[str, Array]:
+    """A value for each problem: avg@K, pass@k for powers of two up to K, best@K; NaN where nothing was judged."""
+    correct = np.asarray(correct_PK, dtype=float)
+    K = correct.shape[1]
+    judged_P = (~np.isnan(correct)).sum(1)
+    right_P = np.nansum(correct, axis=1)
+    missing_P = judged_P == 0
+    average_P = np.where(missing_P, np.nan, right_P / np.maximum(judged_P, 1))
+    found = {f"avg@{K}": average_P}
+    if K == 1:
+        return found
+    for k in (2**power for power in range(K.bit_length()) if 2**power <= K):
+        pairs = zip(judged_P.tolist(), right_P.tolist(), strict=True)
+        found[f"pass@{k}"] = np.array([pass_at(k, judged, int(right)) for judged, right in pairs])
+    found[f"best@{K}"] = np.where(missing_P, np.nan, (right_P > 0).astype(float))
+    return found
+
+
+def resampled_means(values: Sequence[float] | Array, seed: int = 0) -> Array:
+    """Means of as many values, drawn from them with replacement: by how often each distinct value comes up."""
+    distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=RESAMPLES)
+    means: Array = drawn @ distinct / len(values)
+    return means
+
+
+def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Interval:
+    """Of the mean of values between 0 and 1, by resampling them (BCa); always the same draws.
+
+    Where all are 1, or all 0, nothing varies: then the exact binomial bound. NaN without values.
+    """
+    data = np.asarray(values, dtype=float)
+    if not len(data):
+        return math.nan, math.nan
+    bound = ((1 - level) / 2) ** (1 / len(data))
+    if (data == 1).all():
+        return bound, 1.0
+    if (data == 0).all():
+        return 0.0, 1 - bound
+    mean, draws, normal = data.mean(), resampled_means(data), NormalDist()
+    # Equal means differ by rounding; they count half.
+    below = (np.mean(draws < mean - 1e-12) + np.mean(draws <= mean + 1e-12)) / 2
+    away = data - mean
+    if not away.any() or not 0 < below < 1:
+        low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+    bias = normal.inv_cdf(float(below))
+    acceleration = float((away**3).sum() / (6 * (away**2).sum() ** 1.5))
+    shares = []
+    for tail in ((1 - level) / 2, (1 + level) / 2):
+        z = bias + normal.inv_cdf(tail)
+        shares.append(normal.cdf(bias + z / (1 - acceleration * z)))
+    low, high = np.quantile(draws, shares)
+    return float(low), float(high)
+
+
+def problems_interval(correct_PK: npt.ArrayLike, level: float = 0.95) -> Interval:
+    """Of the accuracy of one model on P problems with K answers each, by resampling problems.
+
+    Answers to one problem are not independent, so problems are what is drawn.
+    """
+    correct = np.asarray(correct_PK, dtype=float)
+    average_P = by_problem(correct)[f"avg@{correct.shape[1]}"]
+    return mean_interval(average_P[~np.isnan(average_P)], level)
+
+
+def mean_over_sets(sets: Sequence[Array], level: float = 0.95) -> tuple[float, float, float]:
+    """The mean of several sets' means, each set with the same weight, and its interval: problems are drawn within
+    each set. NaN as soon as a set has no values."""
+    known = [values[~np.isnan(values)] for values in sets]
+    if not all(len(values) for values in known):
+        return math.nan, math.nan, math.nan
+    if len(known) == 1:
+        return float(known[0].mean()), *mean_interval(known[0], level)
+    mean = float(np.mean([values.mean() for values in known]))
+    draws = np.mean([_draws(values, seed) for seed, values in enumerate(known)], axis=0)
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    return mean, min(float(low), mean), max(float(high), mean)
+
+
+def _draws(values: Array, seed: int) -> Array:
+    """Means as likely as the sample has them. All right, or all wrong, is no certainty: the distribution whose
+    quantile is the binomial bound."""
+    if (values == 0).all() or (values == 1).all():
+        drawn: Array = np.random.default_rng(seed).beta(1, len(values), size=RESAMPLES)
+        return drawn if values[0] == 0 else 1 - drawn
+    return resampled_means(values, seed)

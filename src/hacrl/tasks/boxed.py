@@ -1,0 +1,81 @@
+r"""Answers as text: what stands in \boxed{...}, and spellings that math-verify does not read, put into ones it does.
+
+Child processes load this file by its path: it imports the standard library alone.
+"""
+
+import re
+
+TOKEN = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\[\s\S]|[{}]")
+
+REPAIRS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<!\\)\$", ""),
+        (r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3})", ""),  # thousands: 29,\!322 and 29{,}322
+        (r"\\!", ""),
+        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^{])", ""),
+        (r"(?<=\d)\.(?![\d.])", ""),  # the decimal point of -1./3
+        (r"\b(?:np|math)\.(?=[a-z])", ""),
+        (r"(?<![\\a-zA-Z])(arcsin|arccos|arctan|sin|cos|tan|log|ln|exp)(?=\()", r"\\\1"),
+        (r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?:\^\{?\w\}?)?)\s+([a-zA-Z])(?![a-zA-Z])", r"\1(\2)"),  # t is no ton
+        (r"_\{?\\(max|min|odot|oplus|infty)\b\s*\}?", r"_{\1}"),
+        (r"(?<![\\a-zA-Z])E(?=_)", r"\\varepsilon"),  # not 2.718...
+        (r"(?<![\\a-zA-Z])e(?=_)", r"\\epsilon"),
+        (r"\s*([-+*/=<>])\s*", r"\1"),  # of "a + b + c" it would take the c for cups
+    )
+]
+SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.]*\w)")
+END = re.compile(r"(?:\\[,;: ]|(?<!\.)[.,;]|\s)+$")
+LAYOUT = re.compile(r"\s|\\left(?![a-z])|\\right(?![a-z])|\\[,;: ]")
+
+
+def boxes(text: str) -> list[tuple[int, int]]:
+    r"""Where the contents of each \boxed{...} begin and end, in the order they begin; unclosed ones are left out."""
+    found: list[tuple[int, int]] = []
+    opened: list[tuple[int, bool]] = []
+    for token in TOKEN.finditer(text):
+        if token[0] == "}":
+            start, boxed = opened.pop() if opened else (0, False)
+            if boxed:
+                found.append((start, token.start()))
+        elif token[0][-1] == "{" and token[0] != "\\{":
+            opened.append((token.end(), token[0] != "{"))
+    return sorted(found)
+
+
+def last_box(text: str) -> str | None:
+    """The contents of the last box; None without one."""
+    spans = boxes(text)
+    return text[slice(*spans[-1])].strip() if spans else None
+
+
+def scientific(text: str) -> str:
+    r"""4.5e33 as 4.5 \times 10^{33}."""
+    return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def tidy(answer: str) -> str:
+    """An answer in a spelling that can be read; its value stays the same."""
+    answer = END.sub("", scientific(answer.strip()))
+    for pattern, replacement in REPAIRS:
+        answer = pattern.sub(replacement, answer)
+    return answer.strip()
+
+
+def tidy_boxes(text: str) -> str:
+    """A text with each answer in a box made tidy."""
+    parts, position = [], 0
+    for start, end in boxes(text):
+        if start >= position:
+            parts += [text[position:start], tidy(text[start:end])]
+            position = end
+    return "".join([*parts, text[position:]])
+
+
+def same_text(one: str, other: str) -> bool:
+    """Whether two answers are spelled alike, up to layout."""
+    return _plain(one) == _plain(other) != ""
+
+
+def _plain(answer: str) -> str:
+    return LAYOUT.sub("", tidy(answer)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

@@ -1,0 +1,159 @@
+"""Problems of reasoning-gym's generators, by position in an endless stream.
+
+    task = GymTask("chain_sum", {"max_terms": 3}, seed=0)
+    batch = task.train(position=0, count=64)
+    test = task.heldout("test", 100)
+
+The question alone decides the split a problem belongs to, whatever the seed, the options or the stage of a
+curriculum: what is held out anywhere is never trained on anywhere.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import count as count_from
+from typing import Any, Literal
+
+from hacrl.config import nearest
+from hacrl.errors import UserError
+from hacrl.tasks.arithmetic import Split
+from hacrl.tasks.problem import Problem
+
+Form = Literal["tag", "last_line", "whole"]
+
+INSTRUCTIONS: dict[str, str] = {
+    "tag": "Write the final answer between <answer> and </answer>.",
+    "last_line": "Write the final answer alone on the last line.",
+    "whole": "Write the final answer and nothing else.",
+}
+
+CHUNK = 500
+"""Problems of one data set of the package. Some generators prepare all of them when a data set is made."""
+RETRY = CHUNK * 10**7
+"""How far further on in the stream a position looks for a problem when its own is of another split or taken."""
+MAX_ATTEMPTS = 200
+"""Draws for one problem before the generator is held to have no unseen one left."""
+UNUSABLE = {"composite": "write a mixture of tasks instead (task.mixture)"}
+
+
+def split_of(question: str) -> Split:
+    """A fifth of all questions is for validation, a fifth for the test."""
+    bucket = _number(question) % 5
+    return "validation" if bucket == 0 else "test" if bucket == 1 else "train"
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+class GymTask:
+    """One generator with its options."""
+
+    def __init__(
+        self,
+        generator: str,
+        options: dict[str, Any] | None = None,
+        seed: int = 0,
+        *,
+        form: Form = "tag",
+        instruction: str | None = None,
+    ) -> None:
+        """`form` is where the answer stands in a completion; `instruction` asks for it, a sentence of ours if None."""
+        self.generator, self.options, self.seed, self.form = generator, options or {}, seed, form
+        self.instruction = INSTRUCTIONS[form] if instruction is None else instruction
+        self._check()
+        self._data = lru_cache(maxsize=16)(self._open)
+
+    def _check(self) -> None:
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"The task gym:{self.generator} needs {error.name}: run pip install 'hacrl[gym]'."
+            ) from None
+        if self.generator not in DATASETS:
+            raise UserError(f"reasoning-gym has no {self.generator!r}{nearest(self.generator, DATASETS)}")
+        if self.generator in UNUSABLE:
+            raise UserError(f"gym:{self.generator} cannot be used: {UNUSABLE[self.generator]}.")
+        known = {field.name for field in dataclasses.fields(DATASETS[self.generator][1])} - {"seed", "size"}
+        for option in self.options:
+            if option in ("seed", "size"):
+                raise UserError(f"task.options: {option} of gym:{self.generator} is set by the run itself: remove it.")
+            if option not in known:
+                raise UserError(f"task.options: gym:{self.generator} has no {option!r}{nearest(option, sorted(known))}")
+        self._open("check", 0, size=1)
+
+    def train(self, position: int, count: int) -> list[Problem]:
+        """Problems `position` to `position + count - 1` of the seed's stream, all different."""
+        problems: dict[str, Problem] = {}
+        for place in range(position, position + count):
+            for attempt in range(MAX_ATTEMPTS):
+                problem = self._problem(f"train/{self.seed}", place + attempt * RETRY, "train")
+                if problem is not None and problem.id not in problems:
+                    problems[problem.id] = problem
+                    break
+            else:
+                raise UserError(
+                    f"gym:{self.generator} has no {count} different training problems with the options {self.options}: "
+                    "allow larger ones, or lower prompts_per_step."
+                )
+        return list(problems.values())
+
+    def heldout(self, split: Literal["validation", "test"], count: int) -> list[Problem]:
+        """The first `count` problems of a fixed set, the same for every seed; fewer if the generator has no more."""
+        problems: dict[str, Problem] = {}
+        for problem in self._walk(split, split, MAX_ATTEMPTS * count):
+            problems.setdefault(problem.id, problem)
+            if len(problems) == count:
+                break
+        if not problems:
+            raise UserError(f"gym:{self.generator} has too few different problems with the options {self.options}.")
+        return list(problems.values())
+
+    def _walk(self, stream: str, split: Split, draws: int) -> Iterator[Problem]:
+        for index in count_from():
+            if index == draws:
+                return
+            if (problem := self._problem(stream, index, split)) is not None:
+                yield problem
+
+    def solution(self, problem: Problem) -> str:
+        """The shortest completion with the generator's own answer."""
+        if not problem.answer:
+            raise UserError(f"gym:{self.generator} has no answers of its own, so there is nothing to warm up with.")
+        return f"<answer>{problem.answer}</answer>" if self.form == "tag" else problem.answer
+
+    def _problem(self, stream: str, index: int, split: Split) -> Problem | None:
+        """The problem at this place of a stream, if it belongs to the split."""
+        chunk, offset = divmod(index, CHUNK)
+        try:
+            entry = self._data(stream, chunk)[offset]
+        except Exception as error:
+            raise self._refused(error) from error
+        question, answer = str(entry["question"]), entry["answer"]
+        if split_of(question) != split:
+            return None
+        columns = {
+            "answer": answer,
+            "entry": entry,
+            "generator": self.generator,
+            "options": self.options,
+            "form": self.form,
+        }
+        prompt = f"{question}\n{self.instruction}" if self.instruction else question
+        name = f"{self.generator}-{_number(question):016x}"
+        return Problem(name, prompt, "" if answer is None else str(answer), columns)
+
+    def _open(self, stream: str, chunk: int, size: int = CHUNK) -> Any:
+        from reasoning_gym import create_dataset
+
+        seed = _number(f"{stream}/{chunk}") % 2**31  # numpy's generators take no more than 32 bits
+        try:
+            return create_dataset(self.generator, seed=seed, size=size, **self.options)
+        except Exception as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> UserError:
+        reason = str(error) or type(error).__name__
+        return UserError(f"gym:{self.generator} makes no problems with the options {self.options}: {reason}.")

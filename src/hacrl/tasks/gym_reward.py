@@ -1,0 +1,47 @@
+"""The reward of tasks from reasoning-gym: the generator's own scorer. Runs in child processes only.
+
+Some scorers evaluate what a model wrote, and need long for it. Imports nothing of ours, and reasoning-gym at the
+top, so that loading it does not count as time spent on the first completion.
+"""
+
+import json
+import os
+from functools import lru_cache
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its buffers, one a core, would count as memory of this process
+
+from reasoning_gym import create_dataset
+from reasoning_gym.utils import extract_answer
+
+
+def gym(
+    completions: list[str],
+    entry: list[dict[str, Any]],
+    generator: list[str],
+    options: list[dict[str, Any]],
+    form: list[str],
+    **columns: Any,
+) -> list[float | None]:
+    """What the generator's scorer gives for the answer in each completion."""
+    rows = zip(completions, entry, generator, options, form, strict=True)
+    return [_score(*row) for row in rows]
+
+
+def _score(completion: str, entry: dict[str, Any], generator: str, options: dict[str, Any], form: str) -> float:
+    dataset = _dataset(generator, json.dumps(options))
+    return float(dataset.score_answer(read_answer(completion, form), entry))
+
+
+def read_answer(completion: str, form: str) -> str | None:
+    """The part of a completion that counts as its answer; None if there is none."""
+    if form == "tag":
+        answer: str | None = extract_answer(completion)
+        return answer
+    text = completion.strip()
+    return text.rpartition("\n")[2].strip() if form == "last_line" else text
+
+
+@lru_cache(maxsize=64)
+def _dataset(generator: str, options: str) -> Any:
+    return create_dataset(generator, seed=0, size=1, **json.loads(options))

@@ -1,0 +1,140 @@
+"""A task: problems by position in an endless stream, held-out problems, and the verdict on answers."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+from hacrl.errors import UserError
+from hacrl.tasks.curriculum import Curriculum
+from hacrl.tasks.problem import Problem
+from hacrl.tasks.verify import Verdict, Verifier
+
+
+class Task:
+    """Problems of one source."""
+
+    def __init__(
+        self,
+        train: Callable[[int, int], list[Problem]],
+        eval_problems: list[Problem],
+        verifier: Verifier,
+        listed: Sequence[Problem] = (),
+        curriculum: Curriculum | None = None,
+        solution: Callable[[Problem], str] | None = None,
+    ) -> None:
+        self.train = train
+        """The `count` training problems from `position` on, all different."""
+        self.eval_problems = eval_problems
+        self.verifier: AbstractContextManager[Any] = verifier
+        """Ends the verifier's processes on exit."""
+        self.listed = listed
+        """Training problems that are known beforehand, for checks before the first step."""
+        self._score = verifier.score
+        self._curriculum, self._solution = curriculum, solution
+
+    def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
+        names = {name for problem in problems for name in problem.columns}
+        columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
+        return self._score([problem.prompt for problem in problems], list(texts), columns)
+
+    def solution(self, problem: Problem) -> str:
+        """A completion that earns the full reward; UserError if the task knows none."""
+        if self._solution is None:
+            raise UserError("A task from data has no completions to learn from: give files with prompt and completion.")
+        return self._solution(problem)
+
+    # --- curriculum --------------------------------------------------------------------------------
+
+    def observe(self, rewards: Sequence[tuple[Problem, float]]) -> None:
+        """What all agents' answers to the problems of one step earned."""
+        if self._curriculum is not None and rewards:
+            self._curriculum.observe(sum(reward for _, reward in rewards) / len(rewards))
+
+    def metrics(self) -> dict[str, int]:
+        return {} if self._curriculum is None else {"curriculum_stage": self._curriculum.stage}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._curriculum is None else self._curriculum.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._curriculum is not None:
+            self._curriculum.load_state_dict(state)
+
+
+class Interleaving:
+    """An endless order of the parts of a mixture in which every stretch has about their shares."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.shares = [weight / sum(weights) for weight in weights]
+        self._order = bytearray()
+        self._counts = [0] * len(weights)
+
+    def parts(self, position: int, count: int) -> list[int]:
+        """The parts of the `count` places from `position` on."""
+        while len(self._order) < position + count:
+            size = len(self._order) + 1
+            part = max(range(len(self.shares)), key=lambda k: self.shares[k] * size - self._counts[k])
+            self._order.append(part)
+            self._counts[part] += 1
+        return list(self._order[position : position + count])
+
+    def before(self, position: int) -> list[int]:
+        """How many of the first `position` places each part has."""
+        self.parts(position, 0)
+        return [self._order.count(part, 0, position) for part in range(len(self.shares))]
+
+
+class Mixture(Task):
+    """Several tasks as one. A problem knows its part, and the part's id is in front of its own."""
+
+    def __init__(self, parts: dict[str, Task], weights: Sequence[float]) -> None:
+        self.parts = parts
+        self.train = self._train
+        self.eval_problems = [
+            _of_part(problem, label) for label, part in parts.items() for problem in part.eval_problems
+        ]
+        self.listed = [_of_part(problem, label) for label, part in parts.items() for problem in part.listed]
+        self.verifier = verifiers = ExitStack()
+        for verifier in dict.fromkeys(part.verifier for part in parts.values()):  # some parts share one
+            verifiers.enter_context(verifier)
+        self._order = Interleaving(weights)
+
+    def _train(self, position: int, count: int) -> list[Problem]:
+        order, before = self._order.parts(position, count), self._order.before(position)
+        drawn = []
+        for k, (label, part) in enumerate(self.parts.items()):
+            problems = part.train(before[k], order.count(k)) if k in order else []
+            drawn.append(iter([_of_part(problem, label) for problem in problems]))
+        return [next(drawn[k]) for k in order]
+
+    def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
+        verdicts: dict[int, Verdict] = {}
+        for label, part in self.parts.items():
+            rows = [row for row, problem in enumerate(problems) if problem.part == label]
+            scored = part.score([problems[row] for row in rows], [texts[row] for row in rows])
+            verdicts |= zip(rows, scored, strict=True)
+        return [verdicts[row] for row in range(len(problems))]
+
+    def solution(self, problem: Problem) -> str:
+        return self.parts[str(problem.part)].solution(problem)
+
+    def observe(self, rewards: Sequence[tuple[Problem, float]]) -> None:
+        for label, part in self.parts.items():
+            part.observe([(problem, reward) for problem, reward in rewards if problem.part == label])
+
+    def metrics(self) -> dict[str, int]:
+        return {
+            f"{name}/{label}": value for label, part in self.parts.items() for name, value in part.metrics().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {label: part.state_dict() for label, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for label, part in self.parts.items():
+            part.load_state_dict(state[label])
+
+
+def _of_part(problem: Problem, label: str) -> Problem:
+    return replace(problem, id=f"{label}/{problem.id}", part=label)

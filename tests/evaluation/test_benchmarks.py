@@ -1,0 +1,302 @@
+"""Evaluations on benchmarks of our own: real models, real files, and what interruptions leave of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from conftest import FAST, MakeConfig
+from hacrl.errors import UserError
+from hacrl.evaluation.benchmarks import EvaluationDir, Judge, Options, evaluate_benchmarks, read_lines, weights_of
+from hacrl.evaluation.check import check_verifier
+from hacrl.evaluation.figures import majority
+from hacrl.tasks.benchmarks import load_benchmarks
+from hacrl.training.run import train
+
+PROBLEMS = {"12+34-5=": 41, "70-8-9=": 53, "3+4+5=": 12, "99-98+1=": 2, "20+20+20=": 60, "5-5+5=": 5}
+MODEL = "zoo:llama-plus"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Six problems that the zoo understands, as GSM8K and as AIME would have them."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    gsm8k = [{"question": prompt, "answer": f"so\n#### {answer}"} for prompt, answer in PROBLEMS.items()]
+    aime = [{"problem": prompt, "answer": answer} for prompt, answer in list(PROBLEMS.items())[:3]]
+    for name, rows in {"gsm8k": gsm8k, "aime25": aime}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def evaluate(data: Path, output: Path, target: str = MODEL, **changes: Any) -> dict[str, Any]:
+    overrides = ["max_completion_length=40", f"fast={str(FAST).lower()}"]
+    given = {"benchmarks": ["gsm8k"], "data": data, "system_prompt": "", "overrides": overrides, **changes}
+    results, folder = evaluate_benchmarks(target, Options(output=output, **given), Console(quiet=True))
+    assert folder == output
+    assert results == json.loads((output / "eval.json").read_text(encoding="utf-8"))
+    return results
+
+
+def test_greedy_answers(data: Path, tmp_path: Path) -> None:
+    results = evaluate(data, tmp_path / "out")
+    lines = read_lines(tmp_path / "out" / "gsm8k.jsonl")
+    assert sorted(line["prompt"] for line in lines) == sorted(PROBLEMS)
+    for line in lines:
+        right = line["text"].rpartition("#")[2] == str(PROBLEMS[line["prompt"]])
+        assert (line["reward"], line["finish_reason"], line["index"]) == (float(right), "stop", 0)
+    row = results["agents"]["model"]["benchmarks"]["gsm8k"]
+    accuracy = sum(line["reward"] for line in lines) / 6
+    assert row["figures"].keys() == {"avg@1"}
+    assert row["figures"]["avg@1"]["value"] == pytest.approx(accuracy)
+    assert row["settings"]["temperature"] == 0
+    assert (row["completions"], row["unverified"], row["cut_off"]) == (6, 0, 0)
+    assert results["agents"]["model"]["mean"]["avg"]["value"] == pytest.approx(accuracy)
+
+
+def test_several_completions(data: Path, tmp_path: Path) -> None:
+    results = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], k=8, batch_size=5)
+    agent = results["agents"]["model"]
+    for name, count in {"gsm8k": 6, "aime25": 3}.items():
+        lines = read_lines(tmp_path / "out" / f"{name}.jsonl")
+        groups = [lines[start : start + 8] for start in range(0, len(lines), 8)]
+        assert [[line["index"] for line in group] for group in groups] == [list(range(8))] * count
+        assert len({line["text"] for line in lines}) > count
+        for group in groups:
+            stated = [line["text"].rpartition("#")[2].lstrip("0") for line in group]
+            for one, text in zip(group, stated, strict=True):
+                assert (one["vote"] == 0) == (one["reward"] == 1)
+                for other, others in zip(group, stated, strict=True):
+                    assert text != others or one["vote"] == other["vote"]
+        figures = agent["benchmarks"][name]["figures"]
+        rewards = [[line["reward"] for line in group] for group in groups]
+        expected = {
+            "avg@8": sum(map(sum, rewards)) / (8 * count),
+            "best@8": sum(map(max, rewards)) / count,
+            "pass@8": sum(map(max, rewards)) / count,
+            "maj@8": sum(majority([line["vote"] for line in group]) for group in groups) / count,
+        }
+        assert {key: figures[key]["value"] for key in expected} == pytest.approx(expected)
+        assert figures["avg@8"]["low"] <= figures["avg@8"]["value"] <= figures["avg@8"]["high"]
+    gsm8k, aime = (agent["benchmarks"][name]["figures"] for name in ("gsm8k", "aime25"))
+    assert agent["mean"]["avg"]["value"] == pytest.approx((gsm8k["avg@8"]["value"] + aime["avg@8"]["value"]) / 2)
+    assert agent["mean"]["paper"]["value"] == pytest.approx((gsm8k["avg@8"]["value"] + aime["best@8"]["value"]) / 2)
+
+
+def test_the_usual_number_of_completions_is_that_of_the_paper(data: Path, tmp_path: Path) -> None:
+    benchmarks = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], limit=1)["agents"]["model"][
+        "benchmarks"
+    ]
+    assert {name: row["completions"] for name, row in benchmarks.items()} == {"gsm8k": 1, "aime25": 30}
+    assert {name: row["settings"]["temperature"] for name, row in benchmarks.items()} == {"gsm8k": 0, "aime25": 1}
+
+
+def test_other_seeds_give_other_completions(data: Path, tmp_path: Path) -> None:
+    texts = []
+    for name, seed in {"a": 0, "b": 0, "c": 1}.items():
+        evaluate(data, tmp_path / name, k=4, seed=seed)
+        texts.append([line["text"] for line in read_lines(tmp_path / name / "gsm8k.jsonl")])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_agents_of_a_run(data: Path, make_config: MakeConfig) -> None:
+    run = train(
+        make_config("llama-plus", "neox-pair", max_steps=1, task={"name": "arithmetic", "eval_size": 2})
+    ).run_dir
+    results, folder = evaluate_benchmarks(str(run), Options(["gsm8k"], data=data), Console(quiet=True))
+    assert folder == run / "eval" / "checkpoint-1"
+    assert {path.name for path in folder.iterdir()} == {".lock", "eval.json", "agent0", "agent1"}
+    for agent in ("agent0", "agent1"):
+        assert results["agents"][agent]["model"] == str(run / "checkpoint-1" / "agents" / agent)
+        assert len(read_lines(folder / agent / "gsm8k.jsonl")) == 6
+        settings = results["agents"][agent]["benchmarks"]["gsm8k"]["settings"]
+        assert (settings["system_prompt"], settings["max_completion_length"]) == (None, 40)
+    with pytest.raises(UserError, match="no checkpoint of step 9"):
+        evaluate_benchmarks(str(run), Options(["gsm8k"], data=data, checkpoint=9), Console(quiet=True))
+
+
+def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem(data: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from hacrl.agents.loading import load_tokenizer, resolve_model
+    from hacrl.config import AgentConfig
+    from hacrl.evaluation.benchmarks import Sampler
+    from hacrl.tasks.problem import Problem
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "model" / "config.json").write_text((Path(resolve_model(MODEL)) / "config.json").read_text())
+    config = AgentConfig(id="model", model=str(tmp_path / "model"), system_prompt="7=")
+    assert load_tokenizer(config).chat_template is None
+    ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
+    assert ids == tokenizer.encode("1+2=\n7=\n")
+
+
+# --- resuming --------------------------------------------------------------------------------------
+
+
+def command(data: Path, output: Path) -> list[str]:
+    sizes = ["--k", "6", "--batch-size", "2", "--max-completion-length", "40", "--system-prompt", ""]
+    place = ["--benchmarks", "gsm8k", "--data", str(data), "--output", str(output), f"fast={str(FAST).lower()}"]
+    return [sys.executable, "-m", "hacrl.cli", "eval", MODEL, *place, *sizes]
+
+
+def test_kill_9_and_the_same_command_again(data: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run(command(data, whole), env=environment, check=True, capture_output=True)
+    process = subprocess.Popen(command(data, killed), env=environment, stdout=subprocess.DEVNULL)
+    while len(read_lines(killed / "gsm8k.jsonl")) < 4:
+        assert process.poll() is None, "the evaluation ended before it could be killed"
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = read_lines(killed / "gsm8k.jsonl")
+    assert len(before) < 36
+    with (killed / "gsm8k.jsonl").open("a") as file:
+        file.write('{"prompt_id": "gsm8k-00')
+
+    done = subprocess.run(command(data, killed), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = read_lines(killed / "gsm8k.jsonl")
+    assert {(line["prompt_id"], line["index"]) for line in before} <= {(x["prompt_id"], x["index"]) for x in after}
+    for name in ("gsm8k.jsonl", "eval.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_half_a_batch_is_done_again_and_a_finished_benchmark_is_not(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(data, tmp_path / "out", k=4, batch_size=8)
+    path = tmp_path / "out" / "gsm8k.jsonl"
+    reference = path.read_bytes()
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:3] + lines[9:]), encoding="utf-8")
+    evaluate(data, tmp_path / "out", k=4, batch_size=8)
+    assert path.read_bytes() == reference
+
+    import hacrl.evaluation.benchmarks as module
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a finished evaluation loads no model and judges nothing")
+
+    for name in ("load_model", "load_tokenizer", "Verifier", "MathPool"):
+        monkeypatch.setattr(module, name, refuse)
+    evaluate(data, tmp_path / "out", k=4, batch_size=3)
+    assert path.read_bytes() == reference
+
+
+def test_benchmarks_may_be_added(data: Path, tmp_path: Path) -> None:
+    evaluate(data, tmp_path / "out", k=2)
+    results = evaluate(data, tmp_path / "out", benchmarks=["aime25", "gsm8k"], k=2)
+    assert results["agents"]["model"]["benchmarks"].keys() == {"gsm8k", "aime25"}
+
+
+# --- refusals --------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_something_else_is_refused(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    evaluate(data, out, k=2)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    for changes, message in (
+        ({"k": 3}, "k 2, now 3"),
+        ({"k": 2, "seed": 1}, "seed 0, now 1"),
+        ({"k": 2, "temperature": 0.5}, "temperature 1.0, now 0.5"),
+        ({"k": 2, "limit": 5}, "problems 6, now 5"),
+        ({"k": 2, "system_prompt": "7"}, "system_prompt '', now '7'"),
+        ({"k": 2, "target": "zoo:llama-minus"}, "weights"),
+    ):
+        with pytest.raises(UserError, match="holds gsm8k of zoo:llama-plus with other settings") as caught:
+            evaluate(data, out, **changes)
+        assert message in str(caught.value)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    with pytest.raises(UserError, match="not empty and not an evaluation"):
+        evaluate(data, data)
+    with pytest.raises(UserError, match="is a file"):
+        evaluate(data, data / "gsm8k.jsonl")
+    with EvaluationDir(out).locked(), pytest.raises(UserError, match="Another process evaluates into"):
+        evaluate(data, out, k=2)
+
+
+def test_impossible_options(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for changes, message in (
+        ({"k": 2, "temperature": 0.0}, "2 times the same completion"),
+        ({"checkpoint": 3}, "--checkpoint is for a run"),
+        ({"target": "zoo:llama-week"}, "did you mean llama-weak"),
+        ({"overrides": ["top_q=1"]}, "did you mean top_p"),
+        ({"benchmarks": ["gms8k"]}, "did you mean gsm8k"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate(data, out, **changes)
+    assert not out.exists()
+
+
+def test_prompts_longer_than_the_model_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    row = {"question": "1+" * 200 + "1=", "answer": "#### 201"}
+    (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(UserError, match="a prompt has 403 tokens, and zoo:llama-plus has 256 positions"):
+        evaluate(tmp_path / "data", tmp_path / "out")
+
+
+def test_weights_tell_models_apart() -> None:
+    fingerprints = {weights_of(f"zoo:llama-{name}") for name in ("plus", "minus", "weak", "small")}
+    assert len(fingerprints) == 4
+    assert weights_of("org/name") == "org/name"
+
+
+# --- judging ---------------------------------------------------------------------------------------
+
+
+def test_hostile_completions_are_counted_not_wrong(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    import hacrl.evaluation.benchmarks as module
+
+    monkeypatch.setattr(module, "VERIFY_SECONDS", 3.0)
+    (gsm8k,) = load_benchmarks(["gsm8k"], data, limit=1)
+    texts = [
+        "9**9**9**9",
+        r"\boxed{41}",
+        r"\boxed{40}",
+        r"It is $\boxed{\frac{80}{2}}$",
+        "\x00\u2028\ud800 no answer",
+        "\\boxed{" * 50_000,
+        "[bold]41[/bold]\n#### 41",
+    ]
+    with Judge() as judge:
+        verdicts = judge.verdicts(gsm8k.problems * len(texts), texts)
+        lines = [{"text": text, **verdict} for text, verdict in zip(texts, verdicts, strict=True)]
+        (votes,) = judge.votes([lines])
+    assert [line["reward"] for line in lines][:5] == [None, 1.0, 0.0, 0.0, 0.0]
+    assert lines[0]["problem"] == "timeout"
+    assert lines[5]["reward"] in (0.0, None)
+    assert votes == [None, 0, 1, 1, None, None, 0]
+
+
+def test_the_check_of_the_verifier(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "a", "answer": "1/2", "solution": r"It is $\boxed{\frac12}$."},
+        {"problem": "b", "answer": "0.5", "solution": r"It is $\boxed{\frac13}$."},
+        {"problem": "c", "answer": "t(0,4]"},
+        {"problem": "d", "answer": None},
+    ]
+    (tmp_path / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (check,) = check_verifier(load_benchmarks(["math500"], tmp_path))
+    assert (check.references, check.solutions, len(check.without_reference)) == (3, 2, 1)
+    assert check.not_right == []
+    assert check.spelling_only == ["math500-00002: t(0,4]"]
+    assert check.solutions_not_right == ["math500-00001: 0.5"]
+    assert [line[:13] for line in check.shuffled_unverified] == ["math500-00002"]
+    # Whether the equal ones meet depends on the shuffle, which is always the same.
+    assert all("1/2 and 0.5" in line or "0.5 and 1/2" in line for line in check.shuffled_right)
+    assert check.shuffled_right

@@ -1,0 +1,258 @@
+"""Agents as processes of a real Ray: the same run as in one process, and what happens when one of them is lost."""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from hacrl.config import RunConfig
+from hacrl.errors import UserError
+from hacrl.training.run import resumed_config, train
+from hacrl.training.run_dir import RunDir
+from integration.test_resume import assert_equal_runs, interruptible
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+def config(output_dir: Path, **changes: Any) -> RunConfig:
+    """Five steps of two agents with two tokenizers, checkpoints after steps 2, 4 and 5."""
+    return RunConfig.from_dict({**interruptible(output_dir).model_dump(mode="json"), **changes})
+
+
+def on(cluster: Cluster, output_dir: Path, *, overlap: int = 0, **options: Any) -> RunConfig:
+    return config(output_dir, execution="ray", ray={"address": cluster.address, **options}, overlap=overlap)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    return train(config(tmp_path_factory.mktemp("local") / "run")).run_dir
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes with room for one agent each."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+    assert ray_processes() == []
+
+
+def ray_processes() -> list[str]:
+    """What this process has started of Ray and still runs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            status, command = (path / "stat").read_text(), (path / "cmdline").read_bytes().decode()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, parent = status.rpartition(")")[2].split()[:2]
+        if int(parent) == os.getpid() and state != "Z" and ("raylet" in command or "gcs_server" in command):
+            found.append(command)
+    return found
+
+
+@contextmanager
+def meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    """Do this in a thread; what goes wrong there is told at the end."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    thread.join(timeout=60)
+    assert not errors, errors
+    assert not thread.is_alive()
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    """Until the rollouts of the step are there: agents are about to learn from them."""
+    deadline = time.monotonic() + 300
+    while not RunDir(run_dir).step_file("rollouts", step).is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def place(agent: str) -> tuple[str, str, int]:
+    """Node id, address and process of an agent of the run that goes on in this process."""
+    found: tuple[str, str, int] = ray.get(ray.get_actor(agent).place.remote())
+    return found
+
+
+def kill_process(run_dir: Path, agent: str, step: int) -> None:
+    wait_for_step(run_dir, 1)
+    _, _, process = place(agent)
+    assert process != os.getpid()
+    wait_for_step(run_dir, step)
+    os.kill(process, signal.SIGKILL)
+
+
+# --- the same run ----------------------------------------------------------------------------------
+
+
+def test_a_ray_of_its_own_gives_the_same_run_to_the_bit(local: Path, tmp_path: Path) -> None:
+    before = ray_processes()
+    run_dir = train(config(tmp_path / "run", execution="ray")).run_dir
+    assert_equal_runs(run_dir, local)
+    assert not ray.is_initialized()
+    assert ray_processes() == before
+    summary = RunDir(run_dir).summary()
+    assert summary is not None
+    assert summary["peak_memory_gib"] > 0.3  # of three processes
+    assert all(agent["sample_seconds"] > 0 and agent["learn_seconds"] > 0 for agent in summary["agents"].values())
+
+
+def test_two_nodes_and_overlap_give_the_same_run_to_the_bit(cluster: Cluster, tmp_path: Path) -> None:
+    """Checkpoints come from the other node in pieces, and go back there to be continued."""
+    reference = train(config(tmp_path / "local", overlap=1)).run_dir
+    nodes: set[str] = set()
+
+    def look() -> None:
+        wait_for_step(tmp_path / "run", 1)
+        nodes.update(place(agent)[0] for agent in ("a", "b"))
+
+    with meanwhile(look):
+        train(on(cluster, tmp_path / "run", overlap=1))
+    assert nodes == {node.node_id for node in cluster.list_all_nodes()}
+    assert_equal_runs(tmp_path / "run", reference)
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    (tmp_path / "run" / "summary.json").unlink()
+    train(resumed_config(tmp_path / "run", []), resume=True)
+    assert_equal_runs(tmp_path / "run", reference)
+
+
+# --- losses ----------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_is_started_again_and_the_run_goes_on(
+    cluster: Cluster, local: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    with caplog.at_level(logging.WARNING, "hacrl"), meanwhile(lambda: kill_process(run_dir, "b", 3)):
+        train(on(cluster, run_dir))
+    assert_equal_runs(run_dir, local)
+    (warning,) = [record.getMessage() for record in caplog.records if "was lost" in record.getMessage()]
+    expected = (
+        r"Agent b \(process \d+ on [\d.]+\) was lost: .*Restart 1 of at most 3: all agents go back to "
+        r"checkpoint-[24]; \d finished steps are done again"
+    )
+    assert re.match(expected, warning), warning
+
+
+def test_a_killed_node_moves_its_agent_to_another(
+    cluster: Cluster, local: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed before the first checkpoint: the run starts again from the beginning."""
+    run_dir = tmp_path / "run"
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+
+    def kill_node() -> None:
+        wait_for_step(run_dir, 1)
+        homes = {place(agent)[0] for agent in ("a", "b")} - {cluster.head_node.node_id}
+        (node, *_) = [node for node in cluster.worker_nodes if node.node_id in homes]
+        cluster.remove_node(node, allow_graceful=False)
+
+    with caplog.at_level(logging.WARNING, "hacrl"), meanwhile(kill_node):
+        train(on(cluster, run_dir))
+    assert_equal_runs(run_dir, local)
+    assert sum("was lost" in record.getMessage() for record in caplog.records) == 1
+    assert len(cluster.list_all_nodes()) == 2
+
+
+def test_on_failure_stop_ends_the_run_and_says_how_to_go_on(
+    cluster: Cluster, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # or else the newest cluster of this machine
+    run_dir = tmp_path / "run"
+    lost = rf"Agent a .* was lost.*{re.escape(f'Continue with `hacrl train {run_dir} --resume`.')}"
+    stop = {"address": "auto", "on_failure": "stop"}
+    with meanwhile(lambda: kill_process(run_dir, "a", 3)), pytest.raises(UserError, match=lost):
+        train(config(run_dir, execution="ray", ray=stop))
+    assert not ray.is_initialized()
+    # What was begun on a cluster can be ended in one process.
+    train(resumed_config(run_dir, ["execution=local"]), resume=True)
+    assert_equal_runs(run_dir, local)
+
+
+def test_restarts_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with meanwhile(lambda: kill_process(run_dir, "b", 2)), pytest.raises(UserError, match=r"0 times already.*--resume"):
+        train(on(cluster, run_dir, max_restarts=0))
+
+
+# --- mistakes --------------------------------------------------------------------------------------
+
+
+def test_errors_of_an_agent_are_told_as_in_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    data = {**on(cluster, tmp_path / "run").model_dump(mode="json"), "max_prompt_length": 2}
+    data["agents"][1]["max_prompt_length"] = 2
+    with pytest.raises(UserError) as caught:
+        train(RunConfig.from_dict(data))
+    assert type(caught.value) is UserError
+    assert re.fullmatch(
+        r"The prompt of \S+ has \d+ tokens for agent b, more than max_prompt_length .*", str(caught.value)
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_room_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    data = on(cluster, tmp_path / "run", placement_timeout=2.0).model_dump(mode="json")
+    data["agents"][0]["resources"] = {"num_cpus": 7, "custom": {"big": 1}}
+    with pytest.raises(UserError, match=r"no room.*Wanted: a CPU 7, big 1; b CPU 1; 2 nodes have CPU 2"):
+        train(RunConfig.from_dict(data))
+
+
+def test_a_cluster_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(UserError, match=rf"ray.address: there is no cluster at {address} .*ray start --head"):
+        train(config(tmp_path / "run", execution="ray", ray={"address": address}))
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "hacrl.execution.ray", raising=False)
+    with pytest.raises(UserError, match=r"pip install 'hacrl\[ray\]'"):
+        train(config(tmp_path / "run", execution="ray"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overlap": 1, "dynamic_sampling": True}, "overlap: dynamic_sampling needs the rewards"),
+        ({"overlap": 2}, "overlap: .*less than or equal to 1"),
+        ({"execution": "ray", "device": "cuda:1"}, "Ray chooses the GPU"),
+        ({"execution": "ray", "device": "cuda", "resources": {"num_gpus": 0}}, "device: cuda needs a GPU"),
+        ({"ray": {"adress": "auto"}}, "did you mean address"),
+        ({"ray": {"address": "ray://head:10001"}}, "ray.address"),
+        ({"resources": {"num_cpu": 2}}, "did you mean num_cpus"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    agents = [{"id": "a", "model": "zoo:llama-plus"}]
+    with pytest.raises(UserError, match=message):
+        RunConfig.from_dict({"agents": agents, "task": {"name": "arithmetic"}, **changes})
