@@ -18,6 +18,7 @@ from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions
 from hacrl.config import (
     CurriculumConfig,
     ModelSettings,
+    LoraConfig,
     PartConfig,
     RunConfig,
     SourceConfig,
@@ -233,7 +234,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             "algorithm": {"name": "hacpo", "delta": 1.0},
             "agents": [
                 {"id": "chars", "model": "zoo:llama-plus", "max_completion_length": 16},
-                {"id": "pairs", "model": "zoo:neox-pair"},
+                {"id": "pairs", "model": "zoo:neox-pair", "recompute_logprobs": True, "sampler_ratio_max": 2.0},
             ],
             "task": {
                 "train": data,
