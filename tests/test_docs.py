@@ -17,8 +17,8 @@ from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions
 from hacrl.config import (
     CurriculumConfig,
-    ModelSettings,
     LoraConfig,
+    ModelSettings,
     PartConfig,
     RunConfig,
     SourceConfig,

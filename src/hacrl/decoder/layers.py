@@ -65,7 +65,7 @@ class Joined:
         if parts[0] is None:
             return None
         with torch.no_grad():
-            if side_by_side(parts):  # joined already, by another model on the same weights
+            if are_neighbours(parts):  # joined already, by another model on the same weights
                 shape = (sum(self.sizes), *parts[0].shape[1:])
                 return parts[0].data.as_strided(shape, parts[0].stride())
             joined = torch.cat(parts)
@@ -79,7 +79,7 @@ class Joined:
         if self.weight is None:
             return False
         weights = [layer.weight for layer in self.layers]
-        return weights[0].data_ptr() == self.weight.data_ptr() and side_by_side(weights)
+        return weights[0].data_ptr() == self.weight.data_ptr() and are_neighbours(weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.layers[0].weight.requires_grad:
@@ -90,7 +90,7 @@ class Joined:
         return F.linear(x, self.weight, self.bias)
 
 
-def side_by_side(parts: list[Tensor]) -> bool:
+def are_neighbours(parts: list[Tensor]) -> bool:
     """Whether tensors are neighbouring slices of one."""
     place, memory = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for part in parts:
