@@ -10,6 +10,8 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+# Set by pytest-xdist: rich would take it, when a console is made, for good.
+os.environ.pop("COLUMNS", None)
 
 from collections.abc import Callable
 from pathlib import Path

@@ -44,9 +44,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes with room for one agent each."""
+    """Two nodes with room for one agent each; one has something that an agent may ask for."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1)
+    nodes.add_node(num_cpus=1, resources={"big": 1})
     nodes.wait_for_nodes()
     yield nodes
     ray.shutdown()
@@ -127,15 +127,18 @@ def test_a_ray_of_its_own_gives_the_same_run_to_the_bit(local: Path, tmp_path: P
 def test_two_nodes_and_overlap_give_the_same_run_to_the_bit(cluster: Cluster, tmp_path: Path) -> None:
     """Checkpoints come from the other node in pieces, and go back there to be continued."""
     reference = train(config(tmp_path / "local", overlap=1)).run_dir
-    nodes: set[str] = set()
+    data = on(cluster, tmp_path / "run", overlap=1).model_dump(mode="json")
+    data["agents"][1]["resources"] = {"custom": {"big": 1}}
+    nodes: list[str] = []
 
     def look() -> None:
         wait_for_step(tmp_path / "run", 1)
-        nodes.update(place(agent)[0] for agent in ("a", "b"))
+        nodes.extend(place(agent)[0] for agent in ("a", "b"))
 
     with meanwhile(look):
-        train(on(cluster, tmp_path / "run", overlap=1))
-    assert nodes == {node.node_id for node in cluster.list_all_nodes()}
+        train(RunConfig.from_dict(data))
+    (worker,) = cluster.worker_nodes
+    assert nodes == [cluster.head_node.node_id, worker.node_id]
     assert_equal_runs(tmp_path / "run", reference)
     for step in (4, 5):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")

@@ -8,6 +8,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,9 @@ def test_wandb_offline_has_every_number(
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_of(make_config(**SMALL, max_steps=2, report_to=["wandb"], output_dir=str(tmp_path / "a #1? [run]")))
     (file,) = run.path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60  # a process of its own writes the file, also after the end on a busy machine
+    while len(wandb_history(file)) < len(expected(run)) and time.monotonic() < deadline:
+        time.sleep(0.2)
     history = wandb_history(file)
     assert history == {step: pytest.approx(metrics) for step, metrics in expected(run).items()}
     (started,) = [record.run for record in records(file) if record.WhichOneof("record_type") == "run"]

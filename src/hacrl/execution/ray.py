@@ -237,18 +237,22 @@ class RayExecutor:
     def _place(self) -> None:
         """A placement group and a process for each agent."""
         deadline = time.monotonic() + self.config.ray.placement_timeout
-        groups = [placement_group([bundle(agent)], name=f"hacrl-{agent.id}") for agent in self.agents]
-        for group in groups:
+        groups: dict[str, Any] = {}
+        # Who can run on few nodes comes first, before somebody else takes the cores there.
+        for agent in sorted(self.agents, key=choosiness, reverse=True):
+            groups[agent.id] = placement_group([bundle(agent)], name=f"hacrl-{agent.id}")
             # Nobody adds a node to a Ray of our own.
-            if self._lacks() or not group.wait(max(deadline - time.monotonic(), 0.1)):
+            if self._lacks() or not groups[agent.id].wait(max(deadline - time.monotonic(), 0.1)):
                 raise UserError(self._no_room())
-        for agent, group in zip(self.agents, groups, strict=True):
+        for agent in self.agents:
             options = {
                 "name": agent.id,
                 "num_cpus": agent.resources.num_cpus,
                 "num_gpus": agent.resources.num_gpus,
                 "resources": agent.resources.custom,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    groups[agent.id], placement_group_bundle_index=0
+                ),
             }
             self.actors.append(ray.remote(AgentProcess).options(**options).remote(agent.resources.num_cpus))
 
@@ -384,6 +388,10 @@ def bundle(agent: AgentConfig) -> dict[str, float]:
     resources = agent.resources
     gpus = {"GPU": resources.num_gpus} if resources.num_gpus else {}
     return {"CPU": float(resources.num_cpus), **gpus, **resources.custom}
+
+
+def choosiness(agent: AgentConfig) -> tuple[int, float, int]:
+    return len(agent.resources.custom), agent.resources.num_gpus or 0.0, agent.resources.num_cpus
 
 
 def written(amounts: dict[str, float]) -> str:
