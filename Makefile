@@ -7,7 +7,7 @@ TEST_JOBS ?= 2
 
 .PHONY: demo study chromium test test-plain test-vllm bench lint format clean setup
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.report
 	$(BIN)/hacrl demo
 
 # All pairs of the zoo; QUICK=1: one pair, a few minutes. Called again, it goes on where it stopped.

@@ -59,7 +59,8 @@ def print_result(console: Console, summaries: dict[str, dict[str, Any]], base: P
     console.print(evidence(), highlight=False)
     hacrl = "hacrl" if shutil.which("hacrl") else os.path.relpath(Path(sys.executable).with_name("hacrl"))
     steps = [
-        (f"{hacrl} rollouts {base / 'hacpo'} --prompt 0", "look at what they wrote"),
+        (f"{hacrl} report {base / 'hacpo'}", "one page to look at: curves, who learned from whom, every answer"),
+        (f"{hacrl} rollouts {base / 'hacpo'} --prompt 0", "the answers to one prompt, here"),
         (f"{hacrl} eval {base / 'hacpo'} --problems 5000", "measure again, on more problems"),
         (f"{hacrl} train team", "three agents with three tokenizers"),
         (f"{hacrl} train my.yaml", "your own models: README.md has a config to start from"),

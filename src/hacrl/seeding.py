@@ -21,6 +21,13 @@ def permutation(size: int, *parts: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(parts).permutation(size)]
 
 
+def seed_all(seed: int) -> None:
+    """The generators that a user's own code may draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def global_random_state() -> dict[str, Any]:
     """State of the generators that a user's own code may draw from, as JSON."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

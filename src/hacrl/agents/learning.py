@@ -2,31 +2,26 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hacrl.agents.master import MasterWeights
+from hacrl.agents.notes import Notes
 from hacrl.agents.policy import Policy, Score
 from hacrl.agents.team import Team
+from hacrl.agents.updating import ALONE, Updater
 from hacrl.algorithms import Algorithm, Sequences, Terms, k3_kl
 from hacrl.config import AgentConfig
-from hacrl.decoder.parallel import side_by_side
 from hacrl.decoder.scoring import TokenLogprobs
-from hacrl.errors import TrainingDiverged, UserError, warn
+from hacrl.errors import UserError
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Prompt
 
-MAX_NONFINITE_IN_A_ROW = 3
 MAX_CLIPPED_BEFORE_UPDATE = 0.05
-
-ALONE = Team()
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -53,8 +48,8 @@ class LearnResult:
     """Rollouts that could not be used, by row, and why."""
 
 
-class Learner:
-    """The trained model of one agent with its optimizer, and the starting model it is compared with."""
+class Learner(Updater):
+    """Learns from rollouts: the trained model of one agent, and the starting model it is compared with."""
 
     def __init__(
         self,
@@ -67,24 +62,14 @@ class Learner:
         saves_work: bool,
         team: Team = ALONE,
     ) -> None:
-        self.config, self.index, self.algorithm = config, index, algorithm
-        self.weights, self.policy, self.reference, self.team = weights, policy, reference, team
+        super().__init__(config, weights, policy, team)
+        self.index, self.algorithm, self.reference = index, algorithm, reference
         self.saves_work = saves_work
         """Leave out what has no gradient. The result is the same; only what a trace would say of it is not known."""
-        self.micro_batch_size = config.micro_batch_size
-        self.batch_tokens = 0
-        """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
-        self.device = weights.working[0].device
-        self.optimizer = make_optimizer(config, weights.weights)
-        self.updates = 0
-        self.nonfinite_in_a_row = 0
 
     def learn(self, lesson: Lesson, prompts: list[list[int]], tokens: dict[int, list[int]]) -> LearnResult:
         """An optimizer update for each mini-batch. `tokens` holds the completions this learner can use."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lesson.learning_rate
-        if not self.batch_tokens:
-            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
+        self.set_learning_rate(lesson.learning_rate)
         with self.policy.driven():
             work = LearningStep(self, lesson, prompts, tokens)
             for minibatch in lesson.minibatches:
@@ -97,8 +82,6 @@ class Learner:
         All of them where that is preferred to what the sampler recorded; else one of each prompt, to compare both.
         """
         chosen = [rollout for rollout in rollouts if self.config.recomputes_logprobs or rollout.index == 0]
-        if not self.batch_tokens:
-            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
         ones_N = torch.ones(len(chosen), dtype=torch.float64)
         lesson = Lesson(chosen[0].step, [], chosen, ones_N, ones_N, [list(range(len(prompts)))], learning_rate=0.0)
         with self.policy.driven():
@@ -106,93 +89,6 @@ class Learner:
             work.score_old()
         for row, logps in work.old_logps.items():
             chosen[row].learner_logps = logps.tolist()
-
-    def make_batches_smaller(self) -> str | None:
-        """After running out of memory; what was done, or None if a batch is one rollout already."""
-        if self.team.size > 1:
-            return None  # the others are in the middle of the pass
-        if self.micro_batch_size is not None:
-            if self.micro_batch_size == 1:
-                return None
-            self.micro_batch_size //= 2
-            return f"micro_batch_size is now {self.micro_batch_size}"
-        if self.batch_tokens < 64:
-            return None
-        self.batch_tokens //= 2
-        return f"a pass now takes {self.batch_tokens} tokens"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
-        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
-
-
-def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-        "weight_decay": config.weight_decay,
-    }
-    on_cuda = weights[0].device.type == "cuda"
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(weights, fused=on_cuda, **options)
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise UserError(
-            f"agents.{config.id}.optimizer: adamw_8bit needs the package bitsandbytes: pip install 'hacrl[8bit]'."
-        ) from None
-    if not on_cuda:
-        raise UserError(f"agents.{config.id}.optimizer: adamw_8bit needs a GPU (CUDA). Use adamw on a CPU.")
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(weights, **options)
-    return optimizer
-
-
-class Notes:
-    """What is written down during one update; an update that runs out of memory starts anew.
-
-    Figures stay on the device until they are asked for: each look at one waits for the GPU.
-    """
-
-    def __init__(self) -> None:
-        self.figures: defaultdict[str, list[float | Tensor]] = defaultdict(list)
-        self.records: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def note(self, name: str, value: float | Tensor) -> None:
-        self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
-
-    def add(self, other: "Notes") -> None:
-        for name, values in other.figures.items():
-            self.figures[name] += values
-        for name, columns in other.records.items():
-            self.records[name] += columns
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process has another device."""
-        figures = {name: self._values(name) for name in self.figures}
-        records = {name: [column.cpu() for column in columns] for name, columns in self.records.items()}
-        return {"figures": defaultdict(list, figures), "records": defaultdict(list, records)}
-
-    def sum(self, name: str) -> float:
-        return sum(self._values(name), 0.0)
-
-    def max(self, name: str) -> float:
-        return max(self._values(name))
-
-    def _values(self, name: str) -> list[float]:
-        values = self.figures[name]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        numbers = torch.stack(tensors).tolist() if tensors else []
-        self.figures[name] = [*(value for value in values if not isinstance(value, Tensor)), *numbers]
-        return [float(value) for value in self.figures[name]]
 
 
 class LearningStep:
@@ -221,38 +117,26 @@ class LearningStep:
 
     def update(self, minibatch: list[int]) -> None:
         """One optimizer update from the rollouts of these prompts; left out and counted if it is not finite."""
-        learner, weights = self.learner, self.learner.weights
+        learner = self.learner
         rows = self._rows_of(minibatch)
         if not rows:
             return
-        while True:
-            weights.zero_grad()
+
+        def attempt() -> tuple[Notes, dict[str, float]]:
             notes = Notes()
-            try:
-                if learner.config.recomputes_logprobs and self._first and not self.old_logps:
-                    self.score_old()
-                parts = self._gradient(rows, notes)
-                break
-            except torch.OutOfMemoryError as error:
-                done = learner.make_batches_smaller()
-                if done is None:
-                    raise
-                del error  # and with it what its frames hold
-                if self._first and not self.ahead:
-                    self.old_logps.clear()  # to be scored anew, in batches of the new size
-                learner.policy.free_memory()
-                warn(f"Agent {learner.config.id}: out of memory in step {self.lesson.step}; {done}.")
+            if learner.config.recomputes_logprobs and self._first and not self.ahead:
+                self.old_logps.clear()  # to be scored anew in each attempt, in batches of the new size
+                self.score_old()
+            return notes, self._gradient(rows, notes)
+
+        notes, parts = learner.within_memory(attempt, self.lesson.step)
         self._notes.add(notes)
-        norm = learner.team.norm(weights.gradients)
-        if not (math.isfinite(notes.sum("objective")) and bool(torch.isfinite(norm))):
-            self._reject_update()
+        norm = learner.team.norm(learner.weights.gradients)
+        total = float(norm)
+        if not learner.apply(norm, math.isfinite(notes.sum("objective")), self.lesson.step):
+            self._nonfinite += 1
             return
-        self._note_gradients(float(norm), parts)
-        nn.utils.clip_grads_with_norm_(weights.weights, learner.config.max_grad_norm, norm)
-        learner.optimizer.step()
-        weights.publish()
-        learner.nonfinite_in_a_row = 0
-        learner.updates += 1
+        self._note_gradients(total, parts)
         self.made += 1
 
     def _gradient(self, rows: list[int], notes: Notes) -> dict[str, float]:
@@ -310,17 +194,6 @@ class LearningStep:
         """Whether the weights are still those at the start of the step."""
         return self.made == 0 and self._nonfinite == 0
 
-    def _reject_update(self) -> None:
-        learner = self.learner
-        learner.weights.zero_grad()
-        self._nonfinite += 1
-        learner.nonfinite_in_a_row += 1
-        if learner.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-            raise TrainingDiverged(
-                f"Agent {learner.config.id}: {MAX_NONFINITE_IN_A_ROW} updates in a row had a loss or gradient that "
-                f"is not finite, the last one in step {self.lesson.step}."
-            )
-
     def _batches(self, rows: list[int]) -> Iterator[list[int]]:
         """The rollouts of one pass each: those of one prompt together, prompts with answers of like length together."""
         longest: defaultdict[int, int] = defaultdict(int)
@@ -329,34 +202,11 @@ class LearningStep:
             longest[prompt] = max(longest[prompt], len(self.tokens[row]))
         place = {row: self.lesson.rollouts[row].prompt_index for row in rows}
         ordered = sorted(rows, key=lambda row: (longest[place[row]], place[row], len(self.tokens[row])))
-        learner = self.learner
-        size = learner.micro_batch_size
-        if size is not None:
-            yield from (ordered[start : start + size] for start in range(0, len(ordered), size))
-            return
-        # As few batches as memory allows, of about the same size, and as many for each worker.
-        total = sum(len(self.tokens[row]) for row in rows) + sum(len(self.prompts[prompt]) for prompt in longest)
-        count, workers = -(-total // learner.batch_tokens), learner.policy.workers
-        count = -(-count // workers) * workers
-        batch: list[int] = []
-        tokens, last = 0.0, None
+        costs, last = [], None
         for row in ordered:
-            tokens += len(self.tokens[row]) + (0 if place[row] == last else len(self.prompts[place[row]]))
+            costs.append(len(self.tokens[row]) + (0 if place[row] == last else len(self.prompts[place[row]])))
             last = place[row]
-            batch.append(row)
-            if tokens >= total / count:
-                yield batch
-                batch, tokens = [], tokens - total / count
-        if batch:
-            yield batch
-
-    def _passes(self, rows: list[int], work: Callable[[list[int], bool], Result]) -> list[Result]:
-        """Work on these rollouts, a batch at a time. Of an agent in several processes, each takes its share of each
-        batch, and all get all results.
-        """
-        team = self.learner.team
-        shares = [team.share(batch) for batch in self._batches(rows)]
-        return team.gather(side_by_side(lambda share: work(*share), shares, self.learner.policy.workers))
+        return self.learner.split(ordered, costs)
 
     def _add_gradients(
         self,
@@ -367,27 +217,13 @@ class LearningStep:
         seen: bool = False,
     ) -> None:
         """Add the gradient of these rollouts' part of the objective; they are all own or all foreign."""
-        weights = self.learner.weights
-        workers = self.learner.policy.workers
 
-        def work(batch: list[int], counts: bool) -> tuple[Notes, tuple[Tensor, ...] | None]:
-            """One pass. Workers side by side must not add to the same tensors, nor in an order of chance."""
+        def loss_of(batch: list[int]) -> tuple[Tensor, Notes]:
             new = Notes()
-            loss = -self._objective(batch, weight_of, new, kl_weight, seen)
-            if not counts:
-                loss, new = 0 * loss, Notes()
-            if workers == 1:
-                loss.backward()
-                weights.collect()
-                return new, None
-            return new, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
+            return -self._objective(batch, weight_of, new, kl_weight, seen), new
 
-        for new, gradients in self._passes(rows, work):
+        for new in self.learner.add_gradients(self._batches(rows), loss_of):
             notes.add(new)
-            if gradients is not None:
-                working: Any = [parameter.grad for parameter in weights.working]
-                torch._foreach_add_(working, gradients)
-                weights.collect()
 
     def _kept(self, rows: list[int], weight_of: dict[int, float], notes: Notes) -> list[int]:
         """Those of the rollouts that have a gradient."""
@@ -401,7 +237,7 @@ class LearningStep:
             return new, [row for row, is_kept in zip(batch, terms.kept_N.tolist(), strict=True) if is_kept]
 
         kept: list[int] = []
-        for new, rows_kept in self._passes(rows, look):
+        for new, rows_kept in self.learner.passes(self._batches(rows), look):
             notes.add(new)
             kept += rows_kept
         return kept
@@ -527,7 +363,8 @@ class LearningStep:
 
         for minibatch in self.lesson.minibatches:
             own, _ = self._needed(self._rows_of(minibatch))
-            for batch, logp_NT in self._passes([row for row in own if row not in self.old_logps], score):
+            unknown = [row for row in own if row not in self.old_logps]
+            for batch, logp_NT in learner.passes(self._batches(unknown), score):
                 for row, logp_T in zip(batch, logp_NT.numpy(), strict=False):
                     self.old_logps[row] = logp_T[: len(self.tokens[row])]
 

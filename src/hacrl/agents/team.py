@@ -18,8 +18,8 @@ class Team:
     rank: int = 0
     size: int = 1
 
-    def share(self, batch: list[int]) -> tuple[list[int], bool]:
-        """This member's rollouts of a pass, and whether they count: no member may leave a pass out."""
+    def share(self, batch: list[T]) -> tuple[list[T], bool]:
+        """This member's items of a pass, and whether they count: no member may leave a pass out."""
         own = batch[self.rank :: self.size]
         return (own, True) if own else (batch[:1], False)
 

@@ -10,14 +10,14 @@ updates made) is passed in.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance
 
 
 @dataclass
@@ -122,6 +122,32 @@ class Algorithm(ABC):
 
     def check_schedule(self, updates_per_step: int) -> None:
         """Raise ValueError if the options make no sense for so many updates a step."""
+
+
+@dataclass(frozen=True)
+class CapabilityAware(Algorithm):
+    """An algorithm that learns from everybody's rollouts and knows how able everybody is."""
+
+    shares_rollouts: ClassVar[bool] = True
+    may_be_negative: ClassVar[frozenset[str]] = frozenset({"reward_min"})
+
+    reward_min: float = 0.0
+    """The smallest possible reward; subtracted, because a ratio of means needs rewards >= 0."""
+    capability: CapabilityOptions = field(default_factory=CapabilityOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.reward_min):
+            raise ValueError(f"reward_min must be finite, but is {self.reward_min}")
+
+    def tracker(self, num_agents: int) -> CapabilityTracker:
+        return CapabilityTracker(num_agents, self.capability)
+
+    def performance(self, rewards_N: Tensor) -> float:
+        return performance(rewards_N, self.reward_min, self.capability)
+
+    def omega(self, capabilities: list[float | None]) -> Tensor:
+        return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
 
 
 def means_by_source(source_N: Tensor, learner: int, cross_weight: float) -> Tensor:

@@ -8,16 +8,15 @@
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
 
-import math
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, capability_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms, means_by_source
-from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance, shifted
+from hacrl.algorithms.algorithm import CapabilityAware, Sequences, Terms, means_by_source
+from hacrl.algorithms.capability import shifted
 from hacrl.algorithms.clipping import stepwise_clip, stepwise_lower_bound
 from hacrl.algorithms.foreign import own_or_foreign
 from hacrl.algorithms.gspo import gspo_terms
@@ -25,10 +24,7 @@ from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequenc
 
 
 @dataclass(frozen=True)
-class HACPO(Algorithm):
-    shares_rollouts: ClassVar[bool] = True
-    may_be_negative: ClassVar[frozenset[str]] = frozenset({"reward_min"})
-
+class HACPO(CapabilityAware):
     name: Literal["hacpo"] = "hacpo"
     alpha: float = 1.0
     """Power of the exponential importance weight; 0 switches it off."""
@@ -52,9 +48,6 @@ class HACPO(Algorithm):
     """Accept a schedule whose last updates use nothing foreign."""
     ratio_unit: Literal["token", "byte"] = "token"
     """What foreign log-probabilities are divided by. Own ratios are GSPO's in either case."""
-    reward_min: float = 0.0
-    """The smallest possible reward; subtracted, because a ratio of means needs rewards >= 0."""
-    capability: CapabilityOptions = field(default_factory=CapabilityOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,8 +56,6 @@ class HACPO(Algorithm):
                 f"delta must lie in (0, 1], but is {self.delta}; the paper's table 5 prints the "
                 "lower bound 1 - delta (0.8) under this name"
             )
-        if not math.isfinite(self.reward_min):
-            raise ValueError(f"reward_min must be finite, but is {self.reward_min}")
 
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
@@ -75,15 +66,6 @@ class HACPO(Algorithm):
                 f"delta_step below {0.999 * self.delta / max(updates_per_step - 1, 1):.3g}, fewer updates (a larger "
                 "rollouts_per_update), or allow_closed_band: true"
             )
-
-    def tracker(self, num_agents: int) -> CapabilityTracker:
-        return CapabilityTracker(num_agents, self.capability)
-
-    def performance(self, rewards_N: Tensor) -> float:
-        return performance(rewards_N, self.reward_min, self.capability)
-
-    def omega(self, capabilities: list[float | None]) -> Tensor:
-        return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor

@@ -12,7 +12,7 @@ terms depend on that source and the learner alone, so an agent without right ans
 docs/algorithm.md, section 18.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -27,18 +27,15 @@ from hacrl.algorithms.advantage import (
     mean_by,
     sum_by,
 )
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms, means_by_source
-from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance
+from hacrl.algorithms.algorithm import CapabilityAware, Sequences, Terms, means_by_source
 from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
 from hacrl.algorithms.gspo import gspo_terms
 from hacrl.algorithms.importance import sequence_log_ratio
 
 
 @dataclass(frozen=True)
-class RobustHACPO(Algorithm):
-    shares_rollouts: ClassVar[bool] = True
+class RobustHACPO(CapabilityAware):
     keeps_all: ClassVar[bool] = True
-    may_be_negative: ClassVar[frozenset[str]] = frozenset({"reward_min"})
 
     name: Literal["hacpo_robust"] = "hacpo_robust"
     cross_weight: float = 1.0
@@ -53,18 +50,6 @@ class RobustHACPO(Algorithm):
     """Both log-probabilities over the learner's token count, or, as published, each over its own: an ablation."""
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
-    reward_min: float = 0.0
-    """The smallest possible reward; capability is counted from it."""
-    capability: CapabilityOptions = field(default_factory=CapabilityOptions)
-
-    def tracker(self, num_agents: int) -> CapabilityTracker:
-        return CapabilityTracker(num_agents, self.capability)
-
-    def performance(self, rewards_N: Tensor) -> float:
-        return performance(rewards_N, self.reward_min, self.capability)
-
-    def omega(self, capabilities: list[float | None]) -> Tensor:
-        return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor

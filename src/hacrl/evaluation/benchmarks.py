@@ -1,6 +1,5 @@
 """Accuracy on the usual benchmarks: sample, judge, write every completion down, and go on where it was interrupted."""
 
-import fcntl
 import hashlib
 import json
 import math
@@ -39,7 +38,7 @@ from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import MathPool, Verifier
-from hacrl.training.run_dir import to_json, write_atomically
+from hacrl.training.run_dir import RunDir, to_json, write_atomically
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 """What a model is told that is not the agent of a run."""
@@ -199,11 +198,7 @@ class EvaluationDir:
         if self.path.is_dir() and not self.summary_file.is_file() and set(os.listdir(self.path)) - {".lock"}:
             raise UserError(f"{self.path} is not empty and not an evaluation. Choose another --output.")
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"Another process evaluates into {self.path}. Wait for it, or stop it.") from None
+        with RunDir(self.path).locked(f"Another process evaluates into {self.path}"):
             yield
 
     def begin(self, target: str, jobs: list[list[Job]]) -> None:

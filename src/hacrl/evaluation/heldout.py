@@ -10,7 +10,7 @@ from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.tasks import build_task
-from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of
+from hacrl.training.checkpoint import find_checkpoint
 from hacrl.training.run_dir import RunDir, to_json, write_atomically
 
 
@@ -71,13 +71,7 @@ def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunCon
     if (Path(target) / "config.yaml").is_file():
         run = RunDir.open(target)
         config = run.config()
-        found = complete_checkpoints(run.path)
-        if not found:
-            raise UserError(f"{target} has no checkpoint yet.")
-        chosen = found[-1] if step is None else checkpoint_dir(run.path, step)
-        if chosen not in found:
-            steps = ", ".join(str(step_of(path)) for path in found)
-            raise UserError(f"{target} has no checkpoint of step {step}; there are: {steps}.")
+        chosen = find_checkpoint(run.path, step)
         agents = [
             agent.model_copy(update={"model": str(chosen / "agents" / agent.id), "log_kl": False})
             for agent in config.agents

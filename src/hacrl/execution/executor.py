@@ -14,6 +14,11 @@ class AgentLost(UserError):
     """The process or the node of an agent is gone, and with it what the agent had learned since the last checkpoint."""
 
 
+def files_of(checkpoint: Path, agent_id: str) -> tuple[Path, Path]:
+    """Model folder and state file of an agent in a checkpoint."""
+    return checkpoint / "agents" / agent_id, checkpoint / "state" / f"{agent_id}.pt"
+
+
 class Executor(Protocol):
     """Answers of sample, learn and answer are lists with one entry for each agent."""
 

@@ -13,6 +13,7 @@ from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.loading import Bases
 from hacrl.agents.sharded import ShardedAgent
 from hacrl.config import RunConfig
+from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
@@ -86,11 +87,11 @@ class LocalExecutor:
 
     def save(self, folder: Path) -> None:
         for agent in self.agents:
-            agent.save(folder / "agents" / agent.config.id, folder / "state" / f"{agent.config.id}.pt")
+            agent.save(*files_of(folder, agent.config.id))
 
     def load(self, folder: Path) -> None:
         for agent in self.agents:
-            agent.load(folder / "agents" / agent.config.id, folder / "state" / f"{agent.config.id}.pt")
+            agent.load(*files_of(folder, agent.config.id))
 
     def run_peak_memory(self) -> float:
         peaks = [peak for peak in self.peak_memory if peak is not None]

@@ -19,7 +19,7 @@ from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError, warn
-from hacrl.execution.executor import AgentLost
+from hacrl.execution.executor import AgentLost, files_of
 from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
@@ -161,11 +161,6 @@ class AgentProcess:
         peak = torch.cuda.max_memory_allocated(self.agent.device) / 2**30 if on_gpu else None
         warnings, self.warnings.messages = self.warnings.messages, []
         return Reply(value, seconds, peak, peak_resident_gib(), warnings)
-
-
-def files_of(root: Path, agent_id: str) -> tuple[Path, Path]:
-    """Model folder and state file of an agent in a checkpoint."""
-    return root / "agents" / agent_id, root / "state" / f"{agent_id}.pt"
 
 
 class RayExecutor:

@@ -263,7 +263,8 @@ def run_settings(
     config: StudyConfig, over_base: Changes, algorithm: str, option: Changes, where: str
 ) -> dict[str, Any]:
     """The settings of one run: base, pair, settings, algorithm, option, each over those before it."""
-    data = merge({"algorithm": {"name": "hacpo"}}, config.base)
+    usual = RunConfig.model_fields["algorithm"].default.name
+    data = merge({"algorithm": {"name": usual}}, config.base)
     data = merge(data, over_base)
     # A checkpoint every few steps, as in many a config, would fill the disk with what nobody looks at.
     data = merge({**data, "save_every": 0}, config.settings)

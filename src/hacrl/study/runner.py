@@ -19,7 +19,7 @@ from hacrl.errors import UserError
 from hacrl.study.grid import Run, Study, StudyConfig
 from hacrl.study.results import collect, write_results
 from hacrl.training.progress import duration
-from hacrl.training.run_dir import RunDir, write_atomically
+from hacrl.training.run_dir import RunDir, changed_settings, write_atomically
 
 RUNS_PER_GPU = 4
 GRACE = 10.0
@@ -116,8 +116,7 @@ def check_unchanged(study: Study) -> None:
         run = grid.get(file.parent)
         if run is None:
             raise UserError(f"{place}: the run {file.parent.relative_to(study.folder / 'runs')} is not in it. {advice}")
-        old, new = run.folder.config().model_dump(mode="json"), run.config.model_dump(mode="json")
-        changed = [name for name in new if name != "output_dir" and new[name] != old[name]]
+        changed = changed_settings(run.config, run.folder.config())
         if changed:
             raise UserError(f"{place}: {run.name} was started with another {', '.join(changed)}. {advice}")
 

@@ -1,14 +1,11 @@
 """One run from its config to its results."""
 
-import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 
 from hacrl.agents.loading import resolve_model
@@ -16,10 +13,11 @@ from hacrl.config import RunConfig, apply_overrides
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, Executor
 from hacrl.execution.local import LocalExecutor
+from hacrl.seeding import seed_all
 from hacrl.tasks import build_task
 from hacrl.training.checkpoint import complete_checkpoints, step_of
 from hacrl.training.progress import Progress
-from hacrl.training.run_dir import RunDir
+from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
 from hacrl.training.trainer import Trainer, Watcher
 
@@ -106,9 +104,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
     else:
         RunDir.check_free(config.output_dir)
     check_trackers(config.report_to)
-    random.seed(config.seed)
-    np.random.seed(config.seed % 2**32)
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     for agent in config.agents:
         resolve_model(agent.model, f"agents.{agent.id}.model")
     task, remarks = build_task(config.task, config.seed)
@@ -138,13 +134,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
 
 def check_same_run(config: RunConfig, saved: RunConfig) -> None:
     """UserError if continuing the saved run with this config would make it another run."""
-    new, old = config.model_dump(mode="json"), saved.model_dump(mode="json")
-    changed = [name for name in new if name not in RESUMABLE_CHANGES | {"output_dir"} and new[name] != old[name]]
-    if changed:
-        raise UserError(
-            f"{config.output_dir} was started with another {', '.join(changed)}. When a run is continued, only "
-            f"{', '.join(sorted(RESUMABLE_CHANGES))} can change. Start a new run with another output_dir."
-        )
+    refuse_changes(config, saved, config.output_dir, "a run", RESUMABLE_CHANGES)
 
 
 def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:

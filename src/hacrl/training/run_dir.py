@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import BaseModel
+
 from hacrl.config import RunConfig, read_source
 from hacrl.errors import UserError
 
@@ -49,15 +51,16 @@ class RunDir:
         return run
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """UserError if another process works on this run; the lock goes with the process, however it ends."""
+    def locked(self, otherwise: str = "") -> Iterator[None]:
+        """UserError if another process works in this folder; the lock goes with the process, however it ends."""
+        otherwise = otherwise or f"{self.path} is being trained by another process"
         with (self.path / ".lock").open("w") as file:
             for _ in range(4):
                 if _lock(file, fcntl.LOCK_EX):
                     break
                 time.sleep(0.05)  # it may be somebody who only looks, with `is_locked`
             else:
-                raise UserError(f"{self.path} is being trained by another process. Wait for it, or stop it.")
+                raise UserError(f"{otherwise}. Wait for it, or stop it.")
             yield
 
     def is_locked(self) -> bool:
@@ -148,6 +151,22 @@ def _lock(file: TextIO, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()) -> list[str]:
+    """What is set otherwise, the folder and what is allowed aside."""
+    now, then = new.model_dump(mode="json"), old.model_dump(mode="json")
+    return [name for name in now if name not in {"output_dir", *allowed} and now[name] != then[name]]
+
+
+def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allowed: set[str]) -> None:
+    """UserError if continuing with the new config would make it something else."""
+    changed = changed_settings(new, old, allowed)
+    if changed:
+        raise UserError(
+            f"{folder} was started with another {', '.join(changed)}. When {what} is continued, only "
+            f"{', '.join(sorted(allowed))} can change. Start anew with another output_dir."
+        )
 
 
 def to_json(line: dict[str, Any]) -> str:

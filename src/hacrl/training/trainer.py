@@ -200,11 +200,11 @@ class Trainer:
                     rollout.prompt_index = position
         rollouts = [[r for _, group in chosen for r in group[k]] for k in range(len(self.ids))]
         for k, own in enumerate(sampled):
+            tokens = sum(rollout.num_tokens for rollout in own)
             self.totals[k]["rollouts"] += len(own)
-            self.totals[k]["tokens"] += sum(rollout.num_tokens for rollout in own)
+            self.totals[k]["tokens"] += tokens
             self.times[k]["sample_seconds"] += float(seconds[k])
             metrics[f"{self.ids[k]}/time/sample"] = float(seconds[k])
-            tokens = sum(rollout.num_tokens for rollout in own)
             metrics[f"{self.ids[k]}/time/tokens_per_second"] = tokens / max(float(seconds[k]), 1e-9)
         metrics["time/verify"] = verify_seconds
         if self.config.dynamic_sampling:
@@ -426,12 +426,11 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.position, self.seconds = state["step"], state["position"], state["seconds"]
         self.tracker.load_state_dict(state["capability"])
-        if "task" in state:  # not in checkpoints of older versions
-            self.task.load_state_dict(state["task"])
+        self.task.load_state_dict(state["task"])
         self.totals = [Counter(own) for own in state["totals"]]
         self.times = state["times"]
         self.accuracy = [dict(own) for own in state["accuracy"]]
-        ahead = state.get("ahead")
+        ahead = state["ahead"]
         if ahead is not None:
             count = self.config.prompts_per_step
             rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]

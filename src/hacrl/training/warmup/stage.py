@@ -1,7 +1,6 @@
 """One warm-up from its config to models that a run can start from."""
 
 import math
-import random
 import shutil
 import time
 from collections import Counter
@@ -21,12 +20,13 @@ from hacrl.agents.loading import Bases, resolve_model
 from hacrl.algorithms import GSPO
 from hacrl.config import apply_overrides, read_source
 from hacrl.errors import UserError
+from hacrl.execution.executor import files_of
 from hacrl.execution.local import THREADS
 from hacrl.execution.memory import keep_freed_memory
-from hacrl.seeding import global_random_state, restore_global_random_state
+from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
 from hacrl.tasks import Task, build_task
 from hacrl.training import checkpoint
-from hacrl.training.run_dir import RunDir, write_atomically
+from hacrl.training.run_dir import RunDir, refuse_changes, write_atomically
 from hacrl.training.trainer import learning_rate
 from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
@@ -61,9 +61,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
             return WarmupResult(run.path, summary, models(config), already_finished=True)
     else:
         check_free(run.path)
-    random.seed(config.seed)
-    np.random.seed(config.seed % 2**32)
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     torch.set_num_threads(THREADS)
     keep_freed_memory()
     for agent in config.agents:
@@ -214,7 +212,7 @@ class Warmup:
 
     def _save_agents(self, folder: Path) -> None:
         for pupil in self.pupils:
-            pupil.agent.save(folder / "agents" / pupil.config.id, folder / "state" / f"{pupil.config.id}.pt")
+            pupil.agent.save(*files_of(folder, pupil.config.id))
 
     def resume(self) -> None:
         """Go back to the newest complete checkpoint, or to the start if there is none."""
@@ -223,8 +221,7 @@ class Warmup:
         if found:
             self._load_state_dict(checkpoint.load_state(found[-1]))
             for pupil in self.pupils:
-                folder, agent_id = found[-1], pupil.config.id
-                pupil.agent.load(folder / "agents" / agent_id, folder / "state" / f"{agent_id}.pt")
+                pupil.agent.load(*files_of(found[-1], pupil.config.id))
         self.run.rewind(self.step if found else -1)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -317,13 +314,7 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 
 def check_same(config: WarmupConfig, saved: WarmupConfig) -> None:
     """UserError if continuing the saved warm-up with this config would make it another one."""
-    new, old = config.model_dump(mode="json"), saved.model_dump(mode="json")
-    changed = [name for name in new if name not in RESUMABLE_CHANGES | {"output_dir"} and new[name] != old[name]]
-    if changed:
-        raise UserError(
-            f"{config.output_dir} was started with another {', '.join(changed)}. When a warm-up is continued, only "
-            f"{', '.join(sorted(RESUMABLE_CHANGES))} can change. Choose another output_dir."
-        )
+    refuse_changes(config, saved, config.output_dir, "a warm-up", RESUMABLE_CHANGES)
 
 
 # --- what a person sees ----------------------------------------------------------------------------
