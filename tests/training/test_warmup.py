@@ -391,7 +391,8 @@ SMALL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num
 
 
 def test_a_model_from_scratch_learns_and_a_run_starts_from_it(tmp_path: Path, make_config: MakeConfig) -> None:
-    new = {"id": "new", "init": "random", "tokenizer": "zoo:llama-plus"}
+    AutoTokenizer.from_pretrained(ZOO / "llama-plus").save_pretrained(tmp_path / "tokenizer")
+    new = {"id": "new", "init": "random", "tokenizer": str(tmp_path / "tokenizer")}
     new["config"] = {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2}  # type: ignore[assignment]
     changes = {"agents": [new], "max_steps": 8, "learning_rate": 1e-2}
     result = warm_up(make(tmp_path, **changes))
@@ -428,6 +429,10 @@ def test_impossible_configs_are_refused(agent: dict[str, Any], message: str, tmp
 
 def test_mistakes_in_a_new_architecture_are_refused(tmp_path: Path) -> None:
     new = {"id": "a", "init": "random", "tokenizer": "zoo:llama-plus"}
+    with pytest.raises(
+        UserError, match=r"a.tokenizer: .* has no tokenizer_config.json, so it is not a saved tokenizer"
+    ):
+        warm_up(make(tmp_path, agents=[{**new, "tokenizer": str(tmp_path), "config": SMALL}]))
     with pytest.raises(UserError, match=r"llama has no 'hiden_size'; did you mean hidden_size"):
         warm_up(make(tmp_path, agents=[{**new, "config": {**SMALL, "hiden_size": 8}}]))
     with pytest.raises(UserError, match=r"tokenizer has 19 tokens, more than config.vocab_size \(5\)"):

@@ -1,5 +1,6 @@
 """Models and tokenizers from the zoo, a local folder or the Hugging Face hub."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def zoo_names() -> list[str]:
     return sorted(path.parent.name for path in ZOO.glob("*/config.json"))
 
 
-def resolve_model(model: str, where: str = "model") -> str:
-    """The folder or hub id that a `model` setting means; UserError if there is no such thing."""
+def resolve_model(model: str, where: str = "model", files: Sequence[str] = ("config.json", CONFIG_FILE)) -> str:
+    """The folder or hub id that a `model` setting means; UserError if there is no such thing with one of `files`."""
     if model.startswith("zoo:"):
         name = model.removeprefix("zoo:")
         if name not in zoo_names():
@@ -32,8 +33,10 @@ def resolve_model(model: str, where: str = "model") -> str:
         return str(ZOO / name)
     path = Path(model).expanduser()
     if path.is_dir():
-        if not any((path / name).is_file() for name in ("config.json", CONFIG_FILE)):
-            raise UserError(f"{where}: the folder {model} has no config.json, so it is not a saved model.")
+        if not any((path / name).is_file() for name in files):
+            raise UserError(
+                f"{where}: the folder {model} has no {files[0]}, so it is not a saved {where.split('.')[-1]}."
+            )
         return str(path)
     is_hub_id = len(model.split("/")) == 2 and not model.startswith((".", "/", "~"))
     if path.exists() or not is_hub_id:

@@ -162,12 +162,15 @@ class _Replay(torch.autograd.Function):
 
 
 def common_shape(packed: Packed) -> tuple[int, int, int, int, int]:
-    """S, M, N, R and A of `Packed.padded`: a third larger at most, and few enough to come again and again."""
+    """S, M, N, R and A of `Packed.padded`: a third larger at most, and few enough to come again and again.
+
+    Small ones are all of one size: a pass of fewer tokens takes as long, and each new shape a capture.
+    """
     N, R = packed.rows_NR.shape
-    tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), 256))
+    tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), 1024))
     length = -(-(R + 1) // 64) * 64 if R < 256 else bucket(R + 1)
     again = len(packed.again_A)
-    return tokens, tokens, bucket(N), length, max(tokens, bucket(again)) if again else 0
+    return tokens, tokens, bucket(max(N, 32)), length, max(tokens, bucket(again)) if again else 0
 
 
 def bucket(n: int) -> int:

@@ -30,7 +30,7 @@ from hacrl.training.run_dir import RunDir, refuse_changes, write_atomically
 from hacrl.training.trainer import learning_rate
 from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
-from hacrl.training.warmup.start import starting_model
+from hacrl.training.warmup.start import resolve_tokenizer, starting_model
 from hacrl.training.warmup.supervised import SupervisedLearner
 
 CONFIG_FILE = "warmup.yaml"
@@ -65,9 +65,10 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
     torch.set_num_threads(THREADS)
     keep_freed_memory()
     for agent in config.agents:
-        for source in (agent.model, agent.tokenizer):
-            if source is not None:
-                resolve_model(source, f"agents.{agent.id}.model")
+        if agent.model is not None:
+            resolve_model(agent.model, f"agents.{agent.id}.model")
+        if agent.tokenizer is not None:
+            resolve_tokenizer(agent)
     run.path.mkdir(parents=True, exist_ok=True)
     with run.locked(), Display(config, console) as display:
         try:

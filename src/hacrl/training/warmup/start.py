@@ -73,9 +73,16 @@ def keep_layers(model: Any, keep: list[int], agent_id: str) -> None:
 # --- new weights -----------------------------------------------------------------------------------
 
 
+def resolve_tokenizer(agent: WarmupAgentConfig) -> str:
+    """Where the tokenizer of a model with new weights is; a folder needs nothing else in it."""
+    if agent.tokenizer is None:
+        return resolve_model(str(agent.model), f"agents.{agent.id}.model")
+    return resolve_model(agent.tokenizer, f"agents.{agent.id}.tokenizer", ("tokenizer_config.json", "tokenizer.json"))
+
+
 def _random(agent: WarmupAgentConfig, index: int, seed: int) -> tuple[Any, PreTrainedTokenizerBase]:
     where = f"agents.{agent.id}"
-    source = resolve_model(str(agent.tokenizer or agent.model), f"{where}.tokenizer" if agent.tokenizer else where)
+    source = resolve_tokenizer(agent)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=agent.trust_remote_code)
         config = _architecture(agent, tokenizer)
