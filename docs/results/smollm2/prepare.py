@@ -1,0 +1,106 @@
+"""What the warm-ups need: worked answers to training questions of four generators, and a tokenizer of another family.
+
+    python docs/results/smollm2/prepare.py runs/smollm2     # writes chain_sum.jsonl, ..., and tokenizer/
+
+reasoning-gym knows final answers only. Small models learn to compute when they may write down the steps.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hacrl.tasks.gym import GymTask
+
+ROWS = 6000
+VOCABULARY = 1024
+
+
+def chain_sum(question: dict[str, Any]) -> list[str]:
+    first, *rest = re.findall(r"[+-]|\d+", question["expression"])
+    total, lines = int(first), []
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        value = total + int(number) if sign == "+" else total - int(number)
+        lines.append(f"{total} {sign} {number} = {value}")
+        total = value
+    return lines
+
+
+def products(question: dict[str, Any]) -> list[str]:
+    a, b = map(int, question["expression"].split(" * "))
+    tens, ones = b - b % 10, b % 10
+    parts = [part for part in (tens, ones) if part] or [0]
+    lines = [f"{a} * {part} = {a * part}" for part in parts]
+    return [*lines, f"{a * tens} + {a * ones} = {a * b}"] if len(parts) == 2 else lines
+
+
+def spell_backward(question: dict[str, Any]) -> list[str]:
+    return [" ".join(question["word"]), " ".join(reversed(question["word"]))]
+
+
+def gcd(question: dict[str, Any]) -> list[str]:
+    a, b = question["numbers"]
+    lines = []
+    while b:
+        lines.append(f"{a} % {b} = {a % b}")
+        a, b = b, a % b
+    return lines
+
+
+WORKED: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "chain_sum": chain_sum,
+    "products": products,
+    "spell_backward": spell_backward,
+    "gcd": gcd,
+}
+
+
+def rows(part: dict[str, Any]) -> list[dict[str, str]]:
+    """Worked answers that end with the generator's own, to questions that no run is tested on."""
+    generator = part["name"].removeprefix("gym:")
+    task = GymTask(generator, part["options"], form=part["answer"], instruction=part["instruction"])
+    worked = WORKED[generator]
+    problems = [problem for start in range(0, ROWS, 20) for problem in task.train(start, 20)]
+    lines = [[*worked(problem.columns["entry"]["metadata"]), problem.answer] for problem in problems]
+    return [{"prompt": p.prompt, "completion": "\n".join(own)} for p, own in zip(problems, lines, strict=True)]
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that sets digits apart, as Qwen's does, learned from these texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    task = yaml.safe_load(Path(__file__).with_name("base.yaml").read_text())["task"]
+    texts = []
+    for part in task["mixture"]:
+        worked = rows(part)
+        name = part["name"].removeprefix("gym:")
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in worked))
+        texts += [f"{row['prompt']}\n{row['completion']}" for row in worked]
+    train_tokenizer(texts).save_pretrained(folder / "tokenizer")
+    print(f"{len(texts)} worked answers and a tokenizer in {folder}")
+
+
+if __name__ == "__main__":
+    main()
