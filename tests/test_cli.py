@@ -29,6 +29,7 @@ from hacrl.agents.loading import ZOO, zoo_names
 from hacrl.cli import main
 from hacrl.config import preset_names
 from hacrl.training.browse import show_rollouts
+from hacrl.training.plan import plan
 from tiny_gguf import File
 
 TINY: dict[str, Any] = {
@@ -190,7 +191,11 @@ def test_dry_run(hacrl: Run) -> None:
     assert RunConfig.from_dict(yaml.safe_load(text)) == RunConfig.load("tiny.yaml", arguments)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
     # Two prompts of 2 + 6 rollouts, three passes, two updates each.
-    assert [(row[0], *row[2:5]) for row in rows] == [("a", "4", "48", "6"), ("b", "12", "48", "6")]
+    assert [(row[0], *row[2:5]) for row in rows[:2]] == [("a", "4", "48", "6"), ("b", "12", "48", "6")]
+    assert "Seconds of a step, at most (estimate)" in table
+    plans = plan(RunConfig.load("tiny.yaml", arguments))
+    seconds = [(row.id, row.device, f"{row.sampling:.2f}", f"{row.learning:.2f}") for row in plans]
+    assert [tuple(row) for row in rows[2:]] == seconds
     assert "memory (GiB, estimate)" in table
     assert "1 steps of 2 prompts: 16 rollouts in all." in table
     assert contents() == before

@@ -337,14 +337,16 @@ def print_models() -> None:
 
 
 def print_plan(config: RunConfig) -> None:
-    from hacrl.training.plan import plan
+    from hacrl.training.plan import plan, step_seconds
+    from hacrl.training.progress import duration
 
+    plans = plan(config)
     print(config.to_yaml())
     table = Table(title="Per step", title_justify="left")
     names = ("agent", "parameters", "rollouts sampled", "rollouts used", "updates", "memory (GiB, estimate)")
     for name in names:
         table.add_column(name, justify="left" if name == "agent" else "right")
-    for row in plan(config):
+    for row in plans:
         parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
         memory = f"{sum(row.memory.values()):.2f} = {parts}"
         if row.host_memory:
@@ -353,9 +355,18 @@ def print_plan(config: RunConfig) -> None:
         counts = (row.rollouts_sampled, row.rollouts_used, row.updates)
         table.add_row(row.id, parameters, *[f"{count:,}" for count in counts], memory)
     console.print(table)
+    times = Table(title="Seconds of a step, at most (estimate)", title_justify="left")
+    for name in ("agent", "device", "sampling", "learning"):
+        times.add_column(name, justify="right" if name.endswith("ing") else "left")
+    for row in plans:
+        times.add_row(row.id, row.device, f"{row.sampling:,.2f}", f"{row.learning:,.2f}")
+    console.print(times)
+    seconds = step_seconds(config, plans)
     console.print(
         f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
-        f"{config.max_steps * config.rollouts_per_step:,} rollouts in all."
+        f"{config.max_steps * config.rollouts_per_step:,} rollouts in all.\n"
+        f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
+        "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
     )
 
 

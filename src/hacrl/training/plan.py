@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
-from hacrl.agents.loading import count_parameters, load_model_config, resolve_device
+import torch
+
+from hacrl.agents.loading import count_parameters
 from hacrl.agents.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.decoder.head import CHUNK_ELEMENTS
+from hacrl.execution.local import THREADS
+from hacrl.training.speed import CORE, H200, H200_FLOAT32, Device, Shape, learning_seconds, sampling_seconds
 
 GIB = 2**30
 
@@ -24,6 +28,11 @@ class AgentPlan:
     """GiB by purpose, of each process: an estimate."""
     host_memory: float
     """GiB that `optimizer_offload` needs in the computer's memory."""
+    device: str
+    """What the seconds are for."""
+    sampling: float
+    learning: float
+    """Seconds, at most: an estimate."""
 
 
 def plan(config: RunConfig) -> list[AgentPlan]:
@@ -38,6 +47,8 @@ def plan(config: RunConfig) -> list[AgentPlan]:
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> AgentPlan:
     """`shares_base`: another agent with adapters has the model already."""
     parameters, trained = count_parameters(agent)
+    shape = Shape.of(agent, parameters)
+    device, cores = device_of(config, agent)
     optimizer = optimizer_bytes(config, agent, trained)
     return AgentPlan(
         id=agent.id,
@@ -49,10 +60,39 @@ def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> Agen
         memory={
             "weights": weight_bytes(config, agent, parameters, trained, shares_base) / GIB,
             "optimizer": (0 if agent.optimizer_offload else optimizer) / GIB,
-            **working_memory(config, agent),
+            **working_memory(config, agent, shape),
         },
         host_memory=(optimizer if agent.optimizer_offload else 0) / GIB,
+        device=f"{cores * agent.fsdp} x {device.name}",
+        sampling=sampling_seconds(config, agent, shape, device.times(cores)),
+        learning=learning_seconds(config, agent, shape, device.times(cores)),
     )
+
+
+def step_seconds(config: RunConfig, plans: list[AgentPlan]) -> float:
+    """Of all agents, as the executor runs them: those at the same time share a CPU's cores, so each is slower."""
+    at_once = len(plans) if config.execution == "ray" else side_by_side(config)
+    phases = ([row.sampling for row in plans], [row.learning for row in plans])
+    return sum(max(max(seconds), sum(seconds) / at_once) for seconds in phases)
+
+
+def side_by_side(config: RunConfig) -> int:
+    """Agents that one process runs at the same time."""
+    return 1 if any(is_on_gpu(agent) for agent in config.agents) else min(len(config.agents), THREADS)
+
+
+def is_on_gpu(agent: AgentConfig) -> bool:
+    """Whether it will be; a plan may be for another machine."""
+    return agent.device.startswith("cuda") or (agent.device == "auto" and torch.cuda.is_available())
+
+
+def device_of(config: RunConfig, agent: AgentConfig) -> tuple[Device, int]:
+    """What one process of an agent computes with, and how many of them."""
+    if is_on_gpu(agent):
+        return (H200 if agent.dtype == "bfloat16" else H200_FLOAT32), 1
+    if config.execution == "ray":
+        return CORE, agent.resources.num_cpus
+    return CORE, max(THREADS // side_by_side(config), 1)
 
 
 def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained: int, shares_base: bool) -> int:
@@ -78,27 +118,20 @@ def has_master_weights(agent: AgentConfig) -> bool:
     return agent.optimizer_offload or (agent.dtype == "bfloat16" and agent.fsdp == 1)
 
 
-def working_memory(config: RunConfig, agent: AgentConfig) -> dict[str, float]:
+def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[str, float]:
     """The key-value cache, and one micro-batch of activations."""
-    text = load_model_config(agent).get_text_config()
     size = 2 if agent.dtype == "bfloat16" else 4
-    layers, width, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
-    # Not every architecture has grouped heads or a head size of its own.
-    settings = text.to_dict()
-    kv_heads = settings.get("num_key_value_heads") or heads
-    head_dim = settings.get("head_dim") or width // heads
     length = agent.max_prompt_length + agent.max_completion_length
     rollouts = config.prompts_per_step * config.rollouts_per_prompt(agent)
     tokens = min(agent.micro_batch_size or rollouts, rollouts) * length
     if agent.micro_batch_size is None:  # at most so many in one pass, and fewer where memory is short
-        most = CPU_BATCH_TOKENS if resolve_device(agent.device).type == "cpu" else CUDA_BATCH_TOKENS
-        tokens = min(tokens, max(most, length))
+        tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(agent) else CPU_BATCH_TOKENS, length))
     decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations)
 
     return {
-        "cache": 2 * layers * kv_heads * head_dim * decoded * length * size / GIB,
+        "cache": shape.cache_bytes(size) * decoded * length / GIB,
         # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
-        "activations": 17 * size * layers * width * tokens / GIB,
+        "activations": 17 * size * shape.layers * shape.width * tokens / GIB,
         # A slice of them at a time, its probabilities and their gradient.
-        "logits": 3 * 4 * min(CHUNK_ELEMENTS, tokens * text.vocab_size) / GIB,
+        "logits": 3 * 4 * min(CHUNK_ELEMENTS, tokens * shape.vocabulary) / GIB,
     }
