@@ -369,7 +369,7 @@ def test_a_trace_does_not_change_the_metrics(
     for trace in (True, False):
         result = learn(exact(make_agent(algorithm, trace=trace)), lesson)[1]
         metrics = learning_metrics(result, lesson, 0)
-        metrics |= {f"other/{name}": value for name, value in pair_metrics(result, lesson, 1).items()}
+        metrics |= {f"other/{name}": value for name, value in pair_metrics(result, lesson, 2)[1].items()}
         apart = ("tokens_trained", "logprob_gap", "kl")
         collected.append({name: value for name, value in metrics.items() if not name.startswith(apart)})
     assert collected[0].keys() == collected[1].keys()

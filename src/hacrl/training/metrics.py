@@ -55,7 +55,7 @@ def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metri
             metrics["clip_ratio/low_mean"] = float(low.mean())
             metrics["clip_ratio/high_mean"] = float(high.mean())
             metrics["clip_ratio/region_mean"] = float((low | high).mean())
-            metrics["gradient_mass"] = gradient_mass(records, own)
+            metrics["gradient_mass"] = gradient_mass({name: column[own] for name, column in records.items()})
     return metrics
 
 
@@ -70,33 +70,44 @@ def _dropped(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     return {"dropped": sum(reasons.values()), **{f"dropped/{reason}": count for reason, count in reasons.items()}}
 
 
-def gradient_mass(records: dict[str, np.ndarray], chosen: np.ndarray) -> float:
+def gradient_mass(records: dict[str, np.ndarray]) -> float:
     """Sum of |weight x advantage| that reaches the gradient: how much a set of rollouts moved the learner."""
     mass = np.abs(records["weight"] * records["advantage"]) * records["kept"] * records["mean_weight"]
-    return float(mass[chosen].sum())
+    return float(mass.sum())
 
 
-def pair_metrics(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
-    """How a learner used the rollouts of another agent."""
-    metrics = _dropped(result, lesson, source)
+def pair_metrics(result: LearnResult, lesson: Lesson, sources: int) -> list[Metrics]:
+    """How a learner used the rollouts of each of so many agents."""
+    metrics = [_dropped(result, lesson, source) for source in range(sources)]
     records = teaching(result.records)
     if not records:
         return metrics
-    chosen = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]] == source
-    if not chosen.any():
-        return metrics
-    ratio, kept = np.exp(records["log_ratio"][chosen]), records["kept"][chosen].astype(bool)
-    advantage, weight = records["advantage"][chosen], records["weight"][chosen] * kept
-    metrics |= {
+    source_N = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
+    order = np.argsort(source_N, kind="stable")
+    bounds = np.searchsorted(source_N[order], range(sources + 1))
+    for source in range(sources):
+        chosen = order[bounds[source] : bounds[source + 1]]
+        if len(chosen):
+            metrics[source] |= _use_of({name: column[chosen] for name, column in records.items()})
+    return metrics
+
+
+def _use_of(records: dict[str, np.ndarray]) -> Metrics:
+    """What became of the rollouts of one source."""
+    ratio, kept, advantage = np.exp(records["log_ratio"]), records["kept"].astype(bool), records["advantage"]
+    weight = records["weight"] * kept
+    percents = (5, 25, 50, 75, 95)
+    quantiles = np.quantile(ratio, [percent / 100 for percent in percents])
+    metrics: Metrics = {
         "ratio_mean": float(ratio.mean()),
-        **{f"ratio_q{percent:02d}": float(np.quantile(ratio, percent / 100)) for percent in (5, 25, 50, 75, 95)},
-        "lower_mean": float(records["lower"][chosen].mean()),
-        "upper_mean": float(records["upper"][chosen].mean()),
-        "share_below": float((ratio < records["lower"][chosen]).mean()),
-        "share_above": float((ratio > records["upper"][chosen]).mean()),
+        **{f"ratio_q{percent:02d}": float(value) for percent, value in zip(percents, quantiles, strict=True)},
+        "lower_mean": float(records["lower"].mean()),
+        "upper_mean": float(records["upper"].mean()),
+        "share_below": float((ratio < records["lower"]).mean()),
+        "share_above": float((ratio > records["upper"]).mean()),
         "kept": float(kept.mean()),
         "ess": float(weight.sum() ** 2 / max((weight**2).sum(), 1e-30) / len(weight)),
-        "gradient_mass": gradient_mass(records, chosen),
+        "gradient_mass": gradient_mass(records),
     }
     for name, sign in (("kept_positive", advantage > 0), ("kept_negative", advantage < 0)):
         if sign.any():

@@ -171,7 +171,10 @@ def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allow
 
 def to_json(line: dict[str, Any]) -> str:
     """One line of JSON; a number that is not finite, which JSON has no word for, is null."""
-    return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
+    try:
+        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

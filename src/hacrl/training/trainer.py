@@ -26,7 +26,6 @@ from hacrl.tasks.problem import Problem
 from hacrl.training import checkpoint
 from hacrl.training.health import CollaborationCheck
 from hacrl.training.metrics import (
-    Metrics,
     baseline_metrics,
     learning_metrics,
     pair_metrics,
@@ -139,9 +138,9 @@ class Trainer:
                 "time/wait": float(self.waited[k]),
             }
             if self.algorithm.shares_rollouts:
-                for j, source_id in enumerate(self.ids):
+                pairs = pair_metrics(results[k], lessons[k], len(self.ids))
+                for j, (source_id, pair) in enumerate(zip(self.ids, pairs, strict=True)):
                     if j != k:
-                        pair: Metrics = pair_metrics(results[k], lessons[k], j)
                         pair["omega"] = float(omega_KK[j, k])
                         pair["omega_baseline"] = float(omega_KK[k, j])
                         agent_metrics |= {f"from_{source_id}/{name}": value for name, value in pair.items()}
