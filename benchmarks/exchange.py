@@ -16,6 +16,7 @@ import pickle
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ class Setting:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, nargs="+", default=[2, 4, 16, 64])
+    parser.add_argument("--group", type=int, help="rollouts of a prompt, of all agents together; else as many of each")
     parser.add_argument("--tokenizer", default="zoo:qwen3-bpe", help="a model whose tokenizer reads others' text")
     parser.add_argument("--network", type=float, default=1.25e9, help="bytes a second of a node's link (10 Gbit/s)")
     parser.add_argument("--check", type=int, nargs="+", help="compare with real runs of so many zoo agents, and stop")
@@ -81,7 +83,7 @@ def main() -> None:
         zoo, large = settings(folder)
         if options.check:
             rows = [check(zoo, n, folder) for n in options.check]
-            columns = ["agents", "trainer, simulated", "a step, simulated", "measured", "measured / simulated"]
+            columns = ["agents", "trainer", "a step, simulated", "CPU time / cores", "elapsed", "CPU / simulated"]
             print_table(f"Seconds; {zoo.title}; {machine()}", columns, rows)
             return
         exchanged = demo_bytes(folder)
@@ -92,11 +94,16 @@ def main() -> None:
             costs = measure(setting, options.tokenizer)
             rows = [[name, f"{value:.3g}"] for name, value in costs.items()]
             print_table(f"Measured; {setting.title}; {machine()}", ["", ""], rows)
-            table = {n: step(setting, n, costs, options.network, folder) for n in options.agents}
-            parts = list(next(iter(table.values())))
-            rows = [[part, *(f"{table[n][part]:,.2f}" for n in table)] for part in parts]
-            rows.append(["a step", *(f"{sum(table[n].values()):,.1f}" for n in table)])
-            rows.append(["the largest", *(max(parts, key=table[n].__getitem__) for n in table)])
+            table = {n: step(setting, n, options.group, costs, options.network, folder) for n in options.agents}
+            parts = [part for part in next(iter(table.values())) if not part.endswith("GB")]
+            exchange = [part for part in parts if not part.endswith("estimate")]
+            rows = [[part, *(f"{table[n][part]:,.2f}" for n in table)] for part in next(iter(table.values()))]
+            whole = {n: sum(table[n][part] for part in parts) for n in table}
+            spent = {n: sum(table[n][part] for part in exchange) for n in table}
+            rows.append(["a step", *(f"{whole[n]:,.1f}" for n in table)])
+            rows.append(["of it sampling", *(f"{table[n][parts[0]] / whole[n]:.0%}" for n in table)])
+            rows.append(["of it the exchange", *(f"{spent[n] / whole[n]:.0%}" for n in table)])
+            rows.append(["largest of the exchange", *(max(exchange, key=table[n].__getitem__) for n in table)])
             print_table(f"Seconds of a step; {setting.title}", ["", *(f"n = {n}" for n in table)], rows)
             results[setting.title] = {"costs": costs, "steps": table}
         if options.json:
@@ -173,6 +180,17 @@ def size_of(value: Any) -> int:
     return len(pickle.dumps(value, protocol=5))
 
 
+def memory_of(rollouts: list[Any]) -> int:
+    """What they take in the process that has unpickled them."""
+    packed = pickle.dumps(rollouts, protocol=5)
+    tracemalloc.start()
+    unpacked = pickle.loads(packed)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del unpacked
+    return size
+
+
 def rollouts_of(setting: Setting, count: int, source: int = 0) -> list[Any]:
     """Rollouts whose lists are their own, as after sampling."""
     import random
@@ -201,6 +219,7 @@ def measure(setting: Setting, tokenizer: str) -> dict[str, float]:
     put, get = store_seconds(rollouts)
     return {
         "bytes of a rollout": size_of(rollouts) / len(rollouts),
+        "bytes in memory": memory_of(rollouts) / len(rollouts),
         "put into the object store": put / len(rollouts),
         "taken out of it": get / len(rollouts),
         "retokenized": retokenizing_seconds(setting, tokenizer),
@@ -336,19 +355,20 @@ def trainer_of(config: Any, executor: Any) -> Any:
     return Trainer(config, task, executor, RunDir.create(config), Nobody())
 
 
-def trainer_seconds(setting: Setting, agents: int, folder: Path) -> float:
-    """What the trainer does by itself in a step: lessons, figures, files; a straight line through two sizes."""
-    prompts = setting.config["prompts_per_step"]
-    uses = agents**2 * setting.config["num_generations"]
+def trainer_costs(config: Any, setting: Setting, folder: Path) -> tuple[float, float]:
+    """Seconds of what the trainer does by itself in a step, and the bytes of the rollouts' file."""
+    prompts, uses = config.prompts_per_step, len(config.agents) * config.rollouts_per_step // config.prompts_per_step
     many = max(min(prompts, MOST_USES // uses), 4)
-    few, most = (trainer_run(setting, agents, count, folder) for count in (many // 2, many))
-    return most + (most - few) / (many - many // 2) * (prompts - many)
+    few, most = (trainer_run(config, setting, count, folder) for count in (many // 2, many))
+    # A straight line through both sizes.
+    seconds, size = (y + (y - x) / (many - many // 2) * (prompts - many) for x, y in zip(few, most, strict=True))
+    return seconds, size
 
 
-def trainer_run(setting: Setting, agents: int, prompts: int, folder: Path) -> float:
+def trainer_run(config: Any, setting: Setting, prompts: int, folder: Path) -> tuple[float, float]:
     """In CPU time, because others use this machine too."""
     where = tempfile.mkdtemp(dir=folder)
-    config = setting.of(agents, prompts_per_step=prompts, output_dir=f"{where}/run", device="cpu")
+    config = config.model_copy(update={"prompts_per_step": prompts, "output_dir": f"{where}/run"})
     executor = ReadyMade(config, setting)
     trainer = trainer_of(config, executor)
     times = []
@@ -357,29 +377,35 @@ def trainer_run(setting: Setting, agents: int, prompts: int, folder: Path) -> fl
         start = time.process_time()
         trainer.run.append_metrics(trainer.train_step())
         times.append(time.process_time() - start - executor.made)
-    return min(times)
+    return min(times), trainer.run.step_file("rollouts", 3).stat().st_size
 
 
 # --- a step ----------------------------------------------------------------------------------------
 
 
-def step(setting: Setting, n: int, costs: dict[str, float], network: float, folder: Path) -> dict[str, float]:
+def step(
+    setting: Setting, n: int, group: int | None, costs: dict[str, float], network: float, folder: Path
+) -> dict[str, float]:
     """Seconds of each part, one after the other; agents work at the same time, the trainer is one process."""
     from hacrl.training.plan import plan
 
-    agent = plan(setting.of(n))[0]
-    own, everybodys = agent.rollouts_sampled, n * agent.rollouts_sampled
-    size, put, get, retokenized, verified = costs.values()
+    config = setting.of(n, **({"num_generations": max(group // n, 1)} if group else {}))
+    agent = plan(config)[0]
+    own, everybodys = agent.rollouts_sampled, config.rollouts_per_step
+    size, memory, put, get, retokenized, verified = costs.values()
+    trainer, file = trainer_costs(config, setting, folder)
     return {
-        "sampling (estimate)": agent.sampling,
+        "sampling, estimate": agent.sampling,
         "rollouts to the trainer": everybodys * max(get, size / network),
         "verifier": everybodys * verified,
-        "trainer (lessons, metrics, files)": trainer_seconds(setting, n, folder),
+        "trainer: lessons, figures, files": trainer,
         "rollouts into the store": everybodys * put,
         "from there to all nodes": n * everybodys * size / network,
         "out of the store": everybodys * get,
         "retokenizing": (everybodys - own) * retokenized,
-        "learning (estimate)": agent.learning,
+        "learning, estimate": agent.learning,
+        "rollouts in each process, GB": everybodys * memory / 1e9,
+        "file of the rollouts, GB": file / 1e9,
     }
 
 
@@ -387,23 +413,29 @@ def check(setting: Setting, n: int, folder: Path) -> list[str]:
     """Real steps of n zoo agents in one process on this machine, against the simulation of the same."""
     import statistics
 
-    from hacrl.config import RunConfig
+    import torch
+
     from hacrl.training.plan import plan, step_seconds
     from hacrl.training.run import train
 
-    config = setting.of(
-        n, execution="local", task={"name": "arithmetic", "eval_size": 1}, max_prompt_length=32,
-        max_completion_length=48, max_steps=5, eval_every=0, save_every=0, learning_rate=0.0,
-        output_dir=f"{folder}/check-{n}",
-    )  # fmt: skip
-    result = train(RunConfig.from_dict(config.model_dump(mode="json")))
-    lines = (result.run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
-    steps = [json.loads(line) for line in lines[2:-1]]
-    measured = statistics.median(line["step_time"] for line in steps)
-    trainer = trainer_seconds(setting, n, folder)
     alike = setting.of(n, execution="local")
+    trainer, _ = trainer_costs(alike, setting, folder)
     simulated = step_seconds(alike, plan(alike)) + trainer
-    return [str(n), f"{trainer:.2f}", f"{simulated:.2f}", f"{measured:.2f}", f"{measured / simulated:.2f}"]
+    used, walls, cores = [], [], torch.get_num_threads()
+    for steps in (2, 6):
+        config = setting.of(
+            n, execution="local", task={"name": "arithmetic", "eval_size": 1}, max_prompt_length=32,
+            max_completion_length=48, max_steps=steps, eval_every=0, save_every=0, learning_rate=0.0,
+            output_dir=f"{folder}/check-{n}-{steps}",
+        )  # fmt: skip
+        start = time.process_time()
+        lines = (train(config).run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+        used.append(time.process_time() - start)
+        walls = [json.loads(line)["step_time"] for line in lines[2:]]
+    torch.set_num_threads(cores)
+    cpu = (used[1] - used[0]) / 4 / cores  # what both runs do but once is in both
+    measured = [simulated, cpu, statistics.median(walls)]
+    return [str(n), f"{trainer:.2f}", *(f"{seconds:.2f}" for seconds in measured), f"{cpu / simulated:.2f}"]
 
 
 if __name__ == "__main__":

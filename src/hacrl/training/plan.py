@@ -126,10 +126,14 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
     tokens = min(agent.micro_batch_size or rollouts, rollouts) * length
     if agent.micro_batch_size is None:  # at most so many in one pass, and fewer where memory is short
         tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(agent) else CPU_BATCH_TOKENS, length))
-    decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations)
+    # Of several processes, each takes its share of a pass and of the prompts.
+    tokens = max(tokens // agent.fsdp, length)
+    decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations // agent.fsdp)
+    # A prompt is there once for all of its completions.
+    cached = decoded * (agent.max_completion_length + agent.max_prompt_length / agent.num_generations)
 
     return {
-        "cache": shape.cache_bytes(size) * decoded * length / GIB,
+        "cache": shape.cache_bytes(size) * cached / GIB,
         # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
         "activations": 17 * size * shape.layers * shape.width * tokens / GIB,
         # A slice of them at a time, its probabilities and their gradient.
