@@ -104,3 +104,17 @@ def test_who_works_at_the_same_time(smollm2: str) -> None:
     two_cores = plan(config_of(*agents, size=size, **TWO_CORES))
     one_core = plan(config_of(*agents, size=size, **{**TWO_CORES, "resources": {"num_cpus": 1}}))
     assert [row.learning for row in one_core] == pytest.approx([2 * row.learning for row in two_cores])
+
+
+def test_memory_is_what_was_measured_and_what_a_process_holds(smollm2: str) -> None:
+    (row,) = plan(config_of(smollm2, size=(32, 1, 2, 192), **GPU))
+    measured = {name: row.memory[name] for name in ("weights", "activations", "logits")}  # without an optimizer
+    assert sum(measured.values()) == pytest.approx(7.5, rel=0.05)
+    (row,) = plan(config_of(smollm2, size=(4, 58, 8, 48), **TWO_CORES))
+    assert sum(row.memory.values()) == pytest.approx(4.8, rel=0.05)
+    # 30 layers, keys and values of 3 heads of 64, two bytes each; 256 rows of 128 tokens, 32 prompts of 48.
+    (row,) = plan(config_of(smollm2, size=(32, 48, 8, 128), **GPU))
+    assert row.memory["cache"] * 2**30 == 30 * 2 * 3 * 64 * 2 * (256 * 128 + 32 * 48)
+    (part,) = plan(config_of(smollm2, size=(32, 48, 8, 128), fsdp=4, **GPU))
+    assert part.memory["cache"] == row.memory["cache"] / 4
+    assert part.memory["activations"] == row.memory["activations"] / 4
