@@ -355,7 +355,7 @@ def print_plan(config: RunConfig) -> None:
         counts = (row.rollouts_sampled, row.rollouts_used, row.updates)
         table.add_row(row.id, parameters, *[f"{count:,}" for count in counts], memory)
     console.print(table)
-    times = Table(title="Seconds of a step, at most (estimate)", title_justify="left")
+    times = Table(title="Seconds of a step (estimate)", title_justify="left")
     for name in ("agent", "device", "sampling", "learning"):
         times.add_column(name, justify="right" if name.endswith("ing") else "left")
     for row in plans:

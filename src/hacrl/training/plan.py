@@ -32,7 +32,7 @@ class AgentPlan:
     """What the seconds are for."""
     sampling: float
     learning: float
-    """Seconds, at most: an estimate."""
+    """Seconds, at full lengths: an estimate."""
 
 
 def plan(config: RunConfig) -> list[AgentPlan]:

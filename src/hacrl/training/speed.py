@@ -1,4 +1,4 @@
-"""How long a step takes at most: arithmetic and memory traffic over rates that were measured. An estimate."""
+"""An estimate of how long a step takes at full lengths: arithmetic and memory traffic over rates that were measured."""
 
 import math
 from dataclasses import dataclass, replace
