@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hacrl.algorithms import ALGORITHMS, GSPO, HACPO
+from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RobustHACPO
 from hacrl.config import AgentConfig, RunConfig, TaskConfig, apply_overrides, preset_names
 from hacrl.errors import UserError
 
@@ -68,8 +68,8 @@ def test_the_defaults_of_hacpo() -> None:
     assert section == HACPO_DEFAULTS
 
 
-def test_hacpo_is_the_default_algorithm() -> None:
-    assert RunConfig.from_dict({"agents": PAIR, "task": {"name": "arithmetic"}}).algorithm == HACPO()
+def test_the_default_algorithm() -> None:
+    assert RunConfig.from_dict({"agents": PAIR, "task": {"name": "arithmetic"}}).algorithm == RobustHACPO()
 
 
 def test_the_defaults_of_a_run() -> None:

@@ -1,4 +1,7 @@
-"""Markdown tables of a study: python docs/results/tables.py STUDY.json [STUDY.json]...
+"""Markdown tables of a study.
+
+    python docs/results/tables.py docs/results/sharing.json                      # against its baseline
+    python docs/results/tables.py docs/results/sharing.json hacpo_robust gspo    # one against another, by agent
 
 Accuracies are means over seeds in percent, on held-out problems; differences are paired by seed, in points, with 95 %
 intervals (Student's t over seeds).
@@ -9,13 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hacrl.study.statistics import t_interval
+
 
 def main() -> None:
-    for path in sys.argv[1:]:
-        study = json.loads(Path(path).read_text(encoding="utf-8"))
-        done = sum(run["status"] == "done" for run in study["runs"])
-        print(f"### {study['title']}\n\n{done} of {len(study['runs'])} runs, seeds {study['seeds']}.\n")
-        print(accuracies(study), differences(study), costs(study), sep="\n\n", end="\n\n")
+    path, *variants = sys.argv[1:]
+    study = json.loads(Path(path).read_text(encoding="utf-8"))
+    done = sum(run["status"] == "done" for run in study["runs"])
+    print(f"### {study['title']}\n\n{done} of {len(study['runs'])} runs, seeds {study['seeds']}.\n")
+    if variants:
+        print(versus(study, *variants))
+    else:
+        print(accuracies(study), differences(study), costs(study), sep="\n\n")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -57,6 +67,26 @@ def difference(row: dict[str, Any] | None) -> str:
         return "–"
     interval = "" if row["low"] is None else f" [{100 * row['low']:+.1f}, {100 * row['high']:+.1f}]"
     return f"{100 * row['difference']:+.1f}{interval}, {row['wins']} of {row['seeds']} seeds"
+
+
+def versus(study: dict[str, Any], variant: str, other: str) -> str:
+    """Differences of each agent, and of the mean over all agents of all pairs."""
+    values = {(row["pair"], row["agent"], row["variant"]): row["values"] for row in study["agents"]}
+    places = [(pair, agent) for pair, agent, name in values if name == variant and (pair, agent, other) in values]
+    by_place = {
+        place: [values[*place, variant][seed] - values[*place, other][seed] for seed in values[*place, variant]]
+        for place in places
+    }
+    rows = [[f"{pair}: {agent}", paired(gaps)] for (pair, agent), gaps in by_place.items()]
+    rows.append(["mean of all agents", paired([float(np.mean(gaps)) for gaps in zip(*by_place.values(), strict=True)])])
+    return table(["agent", f"`{variant}` − `{other}`"], rows)
+
+
+def paired(gaps: list[float]) -> str:
+    low, high = t_interval(gaps)
+    ahead = sum(gap > 0 for gap in gaps)
+    row = {"difference": np.mean(gaps), "low": low, "high": high, "wins": ahead, "seeds": len(gaps)}
+    return difference(row)
 
 
 def costs(study: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from hacrl.algorithms import ALGORITHMS, HACPO, Algorithm, CapabilityOptions
+from hacrl.algorithms import ALGORITHMS, Algorithm, CapabilityOptions, RobustHACPO
 from hacrl.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -340,7 +340,7 @@ class RunConfig(Settings):
     algorithm: Annotated[
         InstanceOf[Algorithm],
         PlainSerializer(lambda algorithm: dataclasses.asdict(algorithm), dict),
-    ] = HACPO()
+    ] = RobustHACPO()
     agents: Annotated[list[AgentConfig], Field(min_length=1)]
     task: TaskConfig
     prompts_per_step: Positive = 32

@@ -1,4 +1,4 @@
-"""`make demo`: the demo pair learns together with HACPO, and each alone with GSPO, for the same rollouts."""
+"""`make demo`: the demo pair learns together, by HACPO and by robust HACPO, and each alone, for the same rollouts."""
 
 import json
 import os
@@ -17,9 +17,13 @@ from hacrl.training.progress import duration
 from hacrl.training.run import train
 
 EVIDENCE = Path(__file__).parent / "demo_seeds.json"
-"""What `benchmarks/demo_seeds.py` found over several seeds."""
+"""What `docs/results/demo.yaml` found over several seeds."""
 
-TITLES = {"gspo": "Alone: GSPO, every agent uses its own rollouts", "hacpo": "Together: HACPO, every agent uses both's"}
+TITLES = {
+    "gspo": "Alone: GSPO, every agent uses its own rollouts",
+    "hacpo": "Together: HACPO as published, every agent uses both's",
+    "hacpo_robust": "Together: robust HACPO, every agent uses its own and what the other got right",
+}
 
 
 def run_demo(console: Console, output_dir: str | None, overrides: list[str]) -> dict[str, dict[str, Any]]:
@@ -44,25 +48,28 @@ def next_free(folder: Path) -> Path:
 
 
 def print_result(console: Console, summaries: dict[str, dict[str, Any]], base: Path, seconds: float) -> None:
-    alone, together = summaries["gspo"]["agents"], summaries["hacpo"]["agents"]
     table = Table(title="Accuracy on held-out problems", title_justify="left")
-    for name in ("agent", "start", "alone (GSPO)", "together (HACPO)", "gain", "rollouts of its own, each"):
+    for name in ("agent", "start", "GSPO", "HACPO", "robust HACPO", "robust HACPO − GSPO", "rollouts of its own, each"):
         table.add_column(name, justify="left" if name == "agent" else "right")
-    for agent_id, agent in together.items():
-        before, after = alone[agent_id]["final_accuracy"], agent["final_accuracy"]
-        gain = f"{100 * (after - before):+.1f} points"
-        accuracies = [f"{value:.3f}" for value in (agent["start_accuracy"], before, after)]
-        table.add_row(agent_id, *accuracies, gain, f"{agent['rollouts']:,}")
+    by_agent = {
+        agent_id: {name: summary["agents"][agent_id] for name, summary in summaries.items()}
+        for agent_id in summaries["gspo"]["agents"]
+    }
+    for agent_id, runs in by_agent.items():
+        final = {name: agent["final_accuracy"] for name, agent in runs.items()}
+        accuracies = [f"{value:.3f}" for value in (runs["gspo"]["start_accuracy"], *final.values())]
+        gain = f"{100 * (final['hacpo_robust'] - final['gspo']):+.1f} points"
+        table.add_row(agent_id, *accuracies, gain, f"{runs['gspo']['rollouts']:,}")
     console.print(table)
     spent = [f"{name} {summary['rollouts']:,}" for name, summary in summaries.items()]
     console.print(f"Rollouts sampled: {', '.join(spent)}. Time: {duration(seconds)}. Files: {base}", highlight=False)
     console.print(evidence(), highlight=False)
     hacrl = "hacrl" if shutil.which("hacrl") else os.path.relpath(Path(sys.executable).with_name("hacrl"))
     steps = [
-        (f"{hacrl} report {base / 'hacpo'}", "one page to look at: curves, who learned from whom, every answer"),
-        (f"{hacrl} rollouts {base / 'hacpo'} --prompt 0", "the answers to one prompt, here"),
-        (f"{hacrl} eval {base / 'hacpo'} --problems 5000", "measure again, on more problems"),
-        (f"{hacrl} train team", "three agents with three tokenizers"),
+        (f"{hacrl} report {base / 'hacpo_robust'}", "one page to look at: curves, who learned from whom, every answer"),
+        (f"{hacrl} rollouts {base / 'hacpo_robust'} --prompt 0", "the answers to one prompt, here"),
+        (f"{hacrl} eval {base / 'hacpo_robust'} --problems 5000", "measure again, on more problems"),
+        (f"{hacrl} train team algorithm.name=hacpo_robust", "three agents with three tokenizers"),
         (f"{hacrl} train my.yaml", "your own models: README.md has a config to start from"),
     ]
     width = max(len(command) for command, _ in steps)
@@ -76,8 +83,15 @@ def evidence() -> str:
     if not EVIDENCE.is_file():
         return "This is one seed; the demo has not been checked over several."
     data = json.loads(EVIDENCE.read_text(encoding="utf-8"))
+    seeds = data["seeds"]
+    titles = {"hacpo": "HACPO", "hacpo_robust": "robust HACPO"}
     gains = [
-        f"{agent} {100 * row['mean_gain']:+.1f} points ({row['seeds_ahead']} of {data['seeds']} seeds ahead)"
+        f"{agent} {', '.join(f'{title} {gain_of(row, name, seeds)}' for name, title in titles.items())}"
         for agent, row in data["agents"].items()
     ]
-    return f"Checked over {data['seeds']} seeds, mean gain of HACPO over GSPO: {'; '.join(gains)}."
+    return f"Checked over {seeds} seeds, mean gain over GSPO in points: {'; '.join(gains)}."
+
+
+def gain_of(row: dict[str, Any], name: str, seeds: int) -> str:
+    gain = row["gain"][name]
+    return f"{100 * gain['mean']:+.1f} ({gain['seeds_ahead']} of {seeds} ahead)"

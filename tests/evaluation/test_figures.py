@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from hacrl.evaluation.figures import (
     mean_interval,
     mean_over_sets,
     pass_at,
-    problems_interval,
     resampled_means,
 )
 
@@ -117,6 +117,13 @@ def test_resampling_has_the_moments_of_drawing_with_replacement() -> None:
     draws = resampled_means(values)
     assert draws.mean() == pytest.approx(values.mean(), abs=0.01)
     assert draws.std() == pytest.approx(values.std() / math.sqrt(7), rel=0.03)
+
+
+def problems_interval(correct_PK: npt.ArrayLike) -> tuple[float, float]:
+    """Of the accuracy of one model on P problems with K answers each."""
+    correct = np.asarray(correct_PK, dtype=float)
+    average_P = by_problem(correct)[f"avg@{correct.shape[1]}"]
+    return mean_interval(average_P[~np.isnan(average_P)])
 
 
 def test_the_interval_over_problems_covers() -> None:

@@ -296,17 +296,17 @@ def test_the_demo_compares_both_agents_and_says_what_to_do_next(tmp_path: Path) 
         f"fast={FAST}",
     ]
     summaries = run_demo(console, str(tmp_path / "demo"), small)
-    assert list(summaries) == ["gspo", "hacpo"]
+    assert list(summaries) == ["gspo", "hacpo", "hacpo_robust"]
     shown = console.file.getvalue()
     table = shown[shown.index("Accuracy on held-out problems") :]
     for agent in ("llama-plus", "llama-minus"):
         (row,) = [line for line in table.splitlines() if re.match(rf"\W*{agent} ", line)]
         values = [summaries["hacpo"]["agents"][agent]["start_accuracy"]]
-        values += [summaries[name]["agents"][agent]["final_accuracy"] for name in ("gspo", "hacpo")]
-        numbers = [f"{value:.3f}" for value in values] + [f"{100 * (values[2] - values[1]):+.1f} points", "16"]
+        values += [summaries[name]["agents"][agent]["final_accuracy"] for name in summaries]
+        numbers = [f"{value:.3f}" for value in values] + [f"{100 * (values[3] - values[1]):+.1f} points", "16"]
         assert [cell.strip() for cell in row.split("│")[2:-1]] == numbers
-    assert "Rollouts sampled: gspo 32, hacpo 32." in table
-    for command in ("rollouts", "eval", "train team", "train my.yaml"):
+    assert "Rollouts sampled: gspo 32, hacpo 32, hacpo_robust 32." in table
+    for command in ("report", "rollouts", "eval", "train team", "train my.yaml"):
         assert re.search(rf"hacrl {command}\b", table)
 
     before = contents(tmp_path / "demo")

@@ -113,7 +113,7 @@ def test_bundled_studies_are_possible_and_small(name: str) -> None:
     study = Study.build(StudyConfig.load(name))
     assert study.config.name == name
     assert all(run.config.max_steps <= 40 for run in study.runs)
-    alone, together = study.group("state", "gspo")[0], study.group("state", "hacpo")[0]
+    alone, together = study.group("state", "gspo")[0], study.group("state", "hacpo_robust")[0]
     assert alone.config.rollouts_per_step == together.config.rollouts_per_step
 
 

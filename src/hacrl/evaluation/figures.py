@@ -92,16 +92,6 @@ def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Inter
     return float(low), float(high)
 
 
-def problems_interval(correct_PK: npt.ArrayLike, level: float = 0.95) -> Interval:
-    """Of the accuracy of one model on P problems with K answers each, by resampling problems.
-
-    Answers to one problem are not independent, so problems are what is drawn.
-    """
-    correct = np.asarray(correct_PK, dtype=float)
-    average_P = by_problem(correct)[f"avg@{correct.shape[1]}"]
-    return mean_interval(average_P[~np.isnan(average_P)], level)
-
-
 def mean_over_sets(sets: Sequence[Array], level: float = 0.95) -> tuple[float, float, float]:
     """The mean of several sets' means, each set with the same weight, and its interval: problems are drawn within
     each set. NaN as soon as a set has no values."""
