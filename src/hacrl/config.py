@@ -109,7 +109,7 @@ class ModelSettings(Strict):
 
 
 class ResourcesConfig(Strict):
-    """What an agent takes of a Ray cluster."""
+    """What an agent takes of a Ray cluster; with `fsdp`, each of its processes."""
 
     num_cpus: Positive = 1
     """Cores, and torch's threads."""
@@ -160,7 +160,7 @@ class Settings(ModelSettings):
     resources: ResourcesConfig = ResourcesConfig()
     """With `execution: ray`."""
     fsdp: Positive = 1
-    """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each from `device` on."""
+    """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each, from `device` on."""
 
 
 class AgentConfig(Settings):
@@ -415,8 +415,8 @@ class RunConfig(Settings):
         for agent in self.agents:
             if self.execution == "ray" and agent.device.startswith("cuda:"):
                 raise ValueError(f"agents.{agent.id}.device: Ray chooses the GPU; write cuda, not {agent.device}")
-            if self.execution == "ray" and agent.fsdp > 1:
-                raise ValueError(f"agents.{agent.id}.fsdp: its processes are on one machine; use execution: local")
+            if self.execution == "ray" and agent.fsdp > 1 and 0 < (agent.resources.num_gpus or 0) < 1:
+                raise ValueError(f"agents.{agent.id}.resources.num_gpus: each process of fsdp needs a whole GPU")
             if self.execution == "ray" and agent.device == "cuda" and agent.resources.num_gpus == 0:
                 raise ValueError(f"agents.{agent.id}.resources.num_gpus: device: cuda needs a GPU, not 0")
         return self

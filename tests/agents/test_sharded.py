@@ -159,8 +159,6 @@ def test_errors_of_a_process_are_told_and_none_is_left(make_config: MakeConfig) 
 
     with pytest.raises(UserError, match="fsdp: an agent in several processes has no lora; leave it out"):
         run_config(make_config, lora={"r": 4})
-    with pytest.raises(UserError, match=r"agents\.b\.fsdp: .* use execution: local"):
-        run_config(make_config, execution="ray")
 
 
 def test_sampling_ahead(make_config: MakeConfig) -> None:

@@ -95,15 +95,15 @@ def wait_for_step(run_dir: Path, step: int) -> None:
         time.sleep(0.005)
 
 
-def place(agent: str) -> tuple[str, str, int]:
-    """Node id, address and process of an agent of the run that goes on in this process."""
-    found: tuple[str, str, int] = ray.get(ray.get_actor(agent).place.remote())
+def place(agent: str, rank: int = 0) -> tuple[str, str, int]:
+    """Node id, address and process of an agent, or of a rank of it, of the run that goes on in this process."""
+    found: tuple[str, str, int] = ray.get(ray.get_actor(f"{agent}:{rank}").place.remote())
     return found
 
 
-def kill_process(run_dir: Path, agent: str, step: int) -> None:
+def kill_process(run_dir: Path, agent: str, step: int, rank: int = 0) -> None:
     wait_for_step(run_dir, 1)
-    _, _, process = place(agent)
+    _, _, process = place(agent, rank)
     assert process != os.getpid()
     wait_for_step(run_dir, step)
     os.kill(process, signal.SIGKILL)
@@ -163,6 +163,31 @@ def test_a_killed_process_is_started_again_and_the_run_goes_on(
         r"checkpoint-[24]; \d finished steps are done again"
     )
     assert re.match(expected, warning), warning
+
+
+def test_an_agent_on_two_nodes_is_the_same_to_the_bit_and_lost_with_one_of_its_processes(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run in two processes of this machine; each has its part of the optimizer, which comes back to it."""
+    agents = [{"id": "b", "model": "zoo:neox-pair", "fsdp": 2}]
+    reference = train(config(tmp_path / "local", agents=agents, max_steps=3)).run_dir
+    nodes: list[str] = []
+
+    def look_and_kill() -> None:
+        wait_for_step(tmp_path / "run", 1)
+        nodes.extend(place("b", rank)[0] for rank in (0, 1))
+        kill_process(tmp_path / "run", "b", 3, rank=1)
+
+    data = on(cluster, tmp_path / "run").model_dump(mode="json")
+    with caplog.at_level(logging.WARNING, "hacrl"), meanwhile(look_and_kill):
+        train(RunConfig.from_dict({**data, "agents": agents, "max_steps": 3}))
+    (worker,) = cluster.worker_nodes
+    assert sorted(nodes) == sorted([cluster.head_node.node_id, worker.node_id])
+    assert (
+        sum("Agent b" in record.getMessage() and "Restart 1" in record.getMessage() for record in caplog.records) == 1
+    )
+    assert len(list((reference / "checkpoint-3" / "state").iterdir())) == 2
+    assert_equal_runs(tmp_path / "run", reference)
 
 
 def test_a_killed_node_moves_its_agent_to_another(
@@ -250,6 +275,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ({"overlap": 2}, "overlap: .*less than or equal to 1"),
         ({"execution": "ray", "device": "cuda:1"}, "Ray chooses the GPU"),
         ({"execution": "ray", "device": "cuda", "resources": {"num_gpus": 0}}, "device: cuda needs a GPU"),
+        ({"execution": "ray", "fsdp": 2, "resources": {"num_gpus": 0.5}}, "each process of fsdp needs a whole GPU"),
         ({"ray": {"adress": "auto"}}, "did you mean address"),
         ({"ray": {"address": "ray://head:10001"}}, "ray.address"),
         ({"resources": {"num_cpu": 2}}, "did you mean num_cpus"),

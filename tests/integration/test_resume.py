@@ -34,7 +34,7 @@ def assert_equal_runs(run: Path, reference: Path) -> None:
     assert last.name == expected.name
     for path in expected.rglob("*.safetensors"):
         assert (last / path.relative_to(expected)).read_bytes() == path.read_bytes()
-    for path in expected.rglob("*.pt"):
+    for path in [*expected.rglob("*.pt"), *expected.rglob("*.rank?")]:
         assert flat(torch.load(last / path.relative_to(expected))) == flat(torch.load(path))
     state, expected_state = (json.loads((folder / "trainer.json").read_text()) for folder in (last, expected))
     for own in (state, expected_state):

@@ -1,6 +1,7 @@
 """One agent in several processes, each with a part of every weight, gradient and moment (FSDP).
 
-`RankAgent` is the agent in one of them, whoever started it. `ShardedAgent` starts them on this machine and asks them.
+`RankAgent` is the agent in one of them, whoever started it: `ShardedAgent` starts them on this machine and asks them,
+`RayExecutor` does on a cluster.
 """
 
 import logging
@@ -40,10 +41,13 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import derive_seed
 from hacrl.tasks.problem import Problem
 
+SHARED = ("sample", "answer")
+"""Calls of which each rank answers its share; the first rank answers all others."""
+
 
 @dataclass(frozen=True)
 class Member:
-    """What one process has to know to be a rank of an agent."""
+    """What one process has to know to be a rank of an agent, or all of it."""
 
     config: AgentConfig
     index: int
@@ -53,20 +57,34 @@ class Member:
     rank: int
     meeting_point: str
 
-    @property
-    def device(self) -> torch.device:
-        """GPUs from the configured one on."""
-        device = resolve_device(self.config.device)
-        return resolve_device(f"cuda:{(device.index or 0) + self.rank}") if device.type == "cuda" else device
+    def agent(self) -> Agent:
+        if self.config.fsdp > 1:
+            return RankAgent(self)
+        return Agent(self.config, self.index, self.algorithm, self.seed, self.trace)
+
+    def ask(self, agent: Agent, name: str, *args: Any) -> Any:
+        """This rank's part of the answer to a call."""
+        answer = getattr(agent, name)(*args)
+        return answer if name in SHARED or self.rank == 0 else None
+
+
+def joined(name: str, parts: list[Any]) -> Any:
+    """The answer to a call, from the parts of all ranks."""
+    if name == "sample":
+        return in_order([rollout for part in parts for rollout in part])
+    if name == "answer":
+        return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
+    return parts[0]
 
 
 class RankAgent(Agent):
     """An agent of which this process holds a part. All ranks get the same calls; each answers for its share."""
 
     def __init__(self, member: Member) -> None:
+        logging.getLogger("hacrl").disabled = member.rank > 0  # one warning is enough
         config, self.index, self.algorithm = member.config, member.index, member.algorithm
         self.config, self.seed, self.adapter = config, derive_seed(member.seed, member.rank), None
-        self.device = member.device
+        self.device = resolve_device(config.device)
         self.team = join_team(member.rank, config.fsdp, member.meeting_point, self.device)
         self.tokenizer = load_tokenizer(config)
         self.on_cpu = config.model_copy(update={"device": "cpu"})
@@ -121,7 +139,7 @@ class RankAgent(Agent):
     def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
         rollouts = in_order(self.team.gather(self.sample(problems, step, 0)))
         self.learner.score_ahead(rollouts, [self.prompt_ids(problem) for problem in problems])
-        return rollouts if self.team.rank == 0 else []
+        return rollouts
 
     def answer(self, problems: Sequence[Problem]) -> list[str]:
         own = problems[self.team.rank :: self.team.size]
@@ -133,17 +151,19 @@ class RankAgent(Agent):
         if self.team.rank == 0:
             self.whole.model.save_pretrained(model_dir, state_dict=state)
             self.tokenizer.save_pretrained(model_dir)
-        with self._state_file(state_file).open("wb") as file:
+        with state_of(state_file, self.team.rank).open("wb") as file:
             torch.save(self.learner.state_dict(), file)
         dist.barrier()
 
     def load(self, model_dir: Path, state_file: Path) -> None:
         self.weights.load_state_dict(self.model, load_model(self.on_cpu, model_dir).state_dict())
-        state = torch.load(self._state_file(state_file), map_location=self.device, weights_only=True)
+        state = torch.load(state_of(state_file, self.team.rank), map_location=self.device, weights_only=True)
         self.learner.load_state_dict(state)
 
-    def _state_file(self, file: Path) -> Path:
-        return file.with_suffix(f".rank{self.team.rank}") if self.team.rank else file
+
+def state_of(state_file: Path, rank: int) -> Path:
+    """Where a rank keeps its part of the agent's state."""
+    return state_file.with_suffix(f".rank{rank}") if rank else state_file
 
 
 def in_order(rollouts: list[Rollout]) -> list[Rollout]:
@@ -238,6 +258,7 @@ class ShardedAgent:
         self.device = torch.device("cpu")  # that of this process's part of the work
         self.folder = tempfile.TemporaryDirectory(prefix="hacrl-")
         threads = str(max(torch.get_num_threads() // config.fsdp, 1))
+        first = resolve_device(config.device)
         self.ranks: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self.end = weakref.finalize(self, end_all, self.processes)
@@ -249,27 +270,29 @@ class ShardedAgent:
             pass_fds = [there.fileno()]
             self.processes.append(subprocess.Popen(command, pass_fds=pass_fds, env=environment, start_new_session=True))
             there.close()
-            tell(here, Member(config, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
+            device = f"cuda:{(first.index or 0) + rank}" if first.type == "cuda" else "cpu"
+            own = config.model_copy(update={"device": device})
+            tell(here, Member(own, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
             self.ranks.append(here)
-        self.has_chat_template = bool(self._answers()[0])
+        self.has_chat_template: bool = self._answers()[0]
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self._call("check_prompts", problems)
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
-        shares = self._call("sample", problems, step, sampling_round)
-        return in_order([rollout for own in shares for rollout in own])
+        rollouts: list[Rollout] = self._call("sample", problems, step, sampling_round)
+        return rollouts
 
     def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
-        rollouts: list[Rollout] = self._call("sample_ahead", problems, step)[0]
+        rollouts: list[Rollout] = self._call("sample_ahead", problems, step)
         return rollouts
 
     def answer(self, problems: Sequence[Problem]) -> list[str]:
-        shares = self._call("answer", problems)
-        return [shares[i % len(shares)][i // len(shares)] for i in range(len(problems))]
+        answers: list[str] = self._call("answer", problems)
+        return answers
 
     def learn(self, lesson: Lesson) -> LearnResult:
-        result: LearnResult = self._call("learn", lesson)[0]
+        result: LearnResult = self._call("learn", lesson)
         return result
 
     def save(self, model_dir: Path, state_file: Path) -> None:
@@ -278,10 +301,10 @@ class ShardedAgent:
     def load(self, model_dir: Path, state_file: Path) -> None:
         self._call("load", model_dir, state_file)
 
-    def _call(self, name: str, *args: Any) -> list[Any]:
+    def _call(self, name: str, *args: Any) -> Any:
         for connection in self.ranks:
             tell(connection, (name, args))
-        return self._answers()
+        return joined(name, self._answers())
 
     def _answers(self) -> list[Any]:
         """One of each rank. The first error ends them all: the others may be waiting for the one that failed."""
@@ -316,13 +339,11 @@ def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
 def serve(connection: Connection) -> None:
     """Be a rank: answer calls until nobody is there to make any."""
     member: Member = hear(connection)
-    logging.getLogger("hacrl").disabled = member.rank > 0  # one warning is enough
-    agent = RankAgent(member)
+    agent = member.agent()
     tell(connection, agent.has_chat_template)
     while True:
         name, args = hear(connection)
-        answer = getattr(agent, name)(*args)
-        tell(connection, answer if name in ("sample", "answer") or agent.team.rank == 0 else None)
+        tell(connection, member.ask(agent, name, *args))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Every agent in a process of its own, on one machine or on a cluster, by Ray."""
+"""Every agent in a process of its own, or with `fsdp` in several, on one machine or on a cluster, by Ray."""
 
 import logging
 import os
@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 import torch
 
 from hacrl import __version__
-from hacrl.agents.agent import Agent
 from hacrl.agents.learning import LearnResult, Lesson
-from hacrl.algorithms import Algorithm
+from hacrl.agents.sharded import Member, joined, state_of
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, files_of
@@ -42,6 +42,8 @@ LOST = (
 )
 CHUNK = 64 * 2**20
 """Bytes of a checkpoint that travel at once."""
+NOTICE = 30.0
+"""Seconds for Ray to notice that a rank is gone after another has failed to reach it."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Kept(logging.Handler):
 
 
 class AgentProcess:
-    """The other side of `RayExecutor`: one agent. It does one thing at a time, in the order it was asked."""
+    """The other side of `RayExecutor`: an agent or a rank of it. It does one thing at a time, in the order asked."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -82,46 +84,39 @@ class AgentProcess:
         """Id and address of the node, and the process."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
-    def open(
-        self, version: str, config: AgentConfig, index: int, algorithm: Algorithm, seed: int, trace: bool
-    ) -> Reply:
+    def free_port(self) -> int:
+        with socket.create_server(("", 0)) as server:
+            port: int = server.getsockname()[1]
+        return port
+
+    def open(self, version: str, member: Member) -> Reply:
         """Load the model; the answer is whether it has a chat template."""
         if version != __version__:
             raise UserError(
-                f"Agent {config.id}: hacrl is {__version__} on its node and {version} here. Install the same on all."
+                f"Agent {member.config.id}: hacrl is {__version__} on its node and {version} here. "
+                "Install the same on all."
             )
-        self.agent = Agent(config, index, algorithm, seed, trace=trace)
+        self.member, self.agent = member, member.agent()
         return self._reply(lambda: self.agent.has_chat_template)
 
-    def check_prompts(self, problems: Sequence[Problem]) -> Reply:
-        return self._reply(lambda: self.agent.check_prompts(problems))
-
-    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> Reply:
-        return self._reply(lambda: self.agent.sample(problems, step, sampling_round))
-
-    def sample_ahead(self, problems: Sequence[Problem], step: int) -> Reply:
-        return self._reply(lambda: self.agent.sample_ahead(problems, step))
-
-    def answer(self, problems: Sequence[Problem]) -> Reply:
-        return self._reply(lambda: self.agent.answer(problems))
+    def call(self, name: str, *args: Any) -> Reply:
+        return self._reply(lambda: self.member.ask(self.agent, name, *args))
 
     def learn(self, lesson: Lesson, rows: list[tuple[int, int]], *parts: list[Rollout]) -> Reply:
         """`rows` says where each rollout of the lesson is: in which part, and at which place there."""
-        lesson = replace(lesson, rollouts=[parts[part][place] for part, place in rows])
-        return self._reply(lambda: self.agent.learn(lesson))
+        return self.call("learn", replace(lesson, rollouts=[parts[part][place] for part, place in rows]))
 
     def save(self, folder: str | None) -> Reply:
-        """Into this folder; without one, into files that `read` reads: their names are the answer."""
-        if folder is not None:
-            return self._reply(lambda: self.agent.save(*files_of(Path(folder), self.agent.config.id)))
-        self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
-        (self._root / "state").mkdir()
+        """Into this folder; without one, into files that `read` reads."""
+        if folder is None:
+            self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
+            (self._root / "state").mkdir()
+        return self.call("save", *files_of(Path(folder or self._root), self.member.config.id))
 
-        def work() -> list[str]:
-            self.agent.save(*files_of(self._root, self.agent.config.id))
-            return [str(path.relative_to(self._root)) for path in sorted(self._root.rglob("*")) if path.is_file()]
-
-        return self._reply(work)
+    def file_names(self) -> list[str]:
+        if self.files is None:
+            return []
+        return [str(path.relative_to(self._root)) for path in sorted(self._root.rglob("*")) if path.is_file()]
 
     def read(self, name: str, offset: int) -> bytes:
         with (self._root / name).open("rb") as file:
@@ -138,8 +133,7 @@ class AgentProcess:
             file.write(chunk)
 
     def load(self, folder: str | None) -> Reply:
-        root = self._root if folder is None else Path(folder)
-        return self._reply(lambda: self.agent.load(*files_of(root, self.agent.config.id)))
+        return self.call("load", *files_of(Path(folder or self._root), self.member.config.id))
 
     def forget_files(self) -> None:
         if self.files is not None:
@@ -163,6 +157,16 @@ class AgentProcess:
         return Reply(value, seconds, peak, peak_resident_gib(), warnings)
 
 
+@dataclass
+class Worker:
+    """A process of an agent, seen from here."""
+
+    agent: int
+    rank: int
+    actor: Any
+    place: tuple[str, str, int] | None = None
+
+
 class RayExecutor:
     """All agents work at once. Rollouts are put into Ray's object store, once for all who learn from them."""
 
@@ -173,19 +177,19 @@ class RayExecutor:
         self.seconds = [0.0] * len(self.ids)
         self.peak_memory: list[float | None] = [None] * len(self.ids)
         self.resident = [0.0] * len(self.ids)
-        self.actors: list[Any] = []
-        self.places: list[tuple[str, str, int]] = []
+        self.workers: list[Worker] = []
         state = random.getstate()
         self._connect()
         random.setstate(state)  # Ray draws from it
         try:
             self.agents = [self._on_its_node(agent) for agent in config.agents]
             self._place()
-            self.places = [self._get(k, actor.place.remote()) for k, actor in enumerate(self.actors)]
+            for worker in self.workers:
+                worker.place = self._get(worker, worker.actor.place.remote())
             self.node = ray.get_runtime_context().get_node_id()
-            common = (config.algorithm, config.seed, config.trace)
+            meeting_points = [self._meeting_point(worker) for worker in self.workers if worker.rank == 0]
             self.chat_templates: list[bool] = self._each(
-                lambda k, actor: actor.open.remote(__version__, self.agents[k], k, *common)
+                "open", lambda worker: (__version__, self._member(worker, meeting_points[worker.agent]))
             )
         except BaseException:
             self.close()
@@ -202,7 +206,7 @@ class RayExecutor:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = self.config.ray.address
         if address is None:
-            cores = sum(agent.resources.num_cpus for agent in self.config.agents)
+            cores = sum(agent.resources.num_cpus * agent.fsdp for agent in self.config.agents)
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
             return
         try:
@@ -230,32 +234,41 @@ class RayExecutor:
         return agent.model_copy(update=changes)
 
     def _place(self) -> None:
-        """A placement group and a process for each agent."""
+        """A placement group for each agent, and a process for each of its ranks, near each other if there is room."""
         deadline = time.monotonic() + self.config.ray.placement_timeout
         groups: dict[str, Any] = {}
         # Who can run on few nodes comes first, before somebody else takes the cores there.
         for agent in sorted(self.agents, key=choosiness, reverse=True):
-            groups[agent.id] = placement_group([bundle(agent)], name=f"hacrl-{agent.id}")
+            groups[agent.id] = placement_group([bundle(agent)] * agent.fsdp, "PACK", f"hacrl-{agent.id}")
             # Nobody adds a node to a Ray of our own.
             if self._lacks() or not groups[agent.id].wait(max(deadline - time.monotonic(), 0.1)):
                 raise UserError(self._no_room())
-        for agent in self.agents:
-            options = {
-                "name": agent.id,
-                "num_cpus": agent.resources.num_cpus,
-                "num_gpus": agent.resources.num_gpus,
-                "resources": agent.resources.custom,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    groups[agent.id], placement_group_bundle_index=0
-                ),
-            }
-            self.actors.append(ray.remote(AgentProcess).options(**options).remote(agent.resources.num_cpus))
+        for k, agent in enumerate(self.agents):
+            for rank in range(agent.fsdp):
+                process = ray.remote(AgentProcess).options(
+                    name=f"{agent.id}:{rank}",
+                    num_cpus=agent.resources.num_cpus,
+                    num_gpus=agent.resources.num_gpus,
+                    resources=agent.resources.custom,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(groups[agent.id], rank),
+                )
+                self.workers.append(Worker(k, rank, process.remote(agent.resources.num_cpus)))
+
+    def _meeting_point(self, first: Worker) -> str:
+        """Where the ranks of an agent find each other."""
+        assert first.place is not None
+        return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
+
+    def _member(self, worker: Worker, meeting_point: str) -> Member:
+        config = self.config
+        common = (config.algorithm, config.seed, config.trace)
+        return Member(self.agents[worker.agent], worker.agent, *common, worker.rank, meeting_point)
 
     def _wanted(self) -> dict[str, float]:
         wanted: dict[str, float] = {}
         for agent in self.agents:
             for name, amount in bundle(agent).items():
-                wanted[name] = wanted.get(name, 0.0) + amount
+                wanted[name] = wanted.get(name, 0.0) + amount * agent.fsdp
         return wanted
 
     def _lacks(self) -> bool:
@@ -264,7 +277,8 @@ class RayExecutor:
         return lacking and self.config.ray.address is None
 
     def _no_room(self) -> str:
-        each = "; ".join(f"{agent.id} {written(bundle(agent))}" for agent in self.agents)
+        count = {agent.id: f"{agent.fsdp} times " if agent.fsdp > 1 else "" for agent in self.agents}
+        each = "; ".join(f"{agent.id} {count[agent.id]}{written(bundle(agent))}" for agent in self.agents)
         there = {name: amount for name, amount in ray.cluster_resources().items() if name in self._wanted()}
         nodes = sum(node["Alive"] for node in ray.nodes())
         advice = "Add nodes, or lower the agents' resources (num_gpus may be a fraction)."
@@ -279,19 +293,17 @@ class RayExecutor:
     # --- what the trainer asks ---------------------------------------------------------------------
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
-        shared = ray.put(problems)
-        self._each(lambda k, actor: actor.check_prompts.remote(shared))
+        self._call("check_prompts", ray.put(problems))
 
     def without_chat_template(self) -> list[str]:
         return [agent_id for agent_id, there in zip(self.ids, self.chat_templates, strict=True) if not there]
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
-        shared = ray.put(problems)
-        return self._each(lambda k, actor: actor.sample.remote(shared, step, sampling_round))
+        return self._call("sample", ray.put(problems), step, sampling_round)
 
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
         packed = packed_lessons(lessons)
-        return self._each(lambda k, actor: actor.learn.remote(*packed[k]))
+        return self._each("learn", lambda worker: packed[worker.agent])
 
     def sample_and_learn(
         self,
@@ -301,42 +313,42 @@ class RayExecutor:
         on_sampled: Callable[[list[list[Rollout]]], None],
     ) -> list[LearnResult]:
         shared, packed = ray.put(problems), packed_lessons(lessons)
-        sampling = [actor.sample_ahead.remote(shared, step) for actor in self.actors]
-        learning = [actor.learn.remote(*packed[k]) for k, actor in enumerate(self.actors)]
-        on_sampled(self._gather(sampling))
-        return self._gather(learning)
+        sampling = [worker.actor.call.remote("sample_ahead", shared, step) for worker in self.workers]
+        learning = [worker.actor.learn.remote(*packed[worker.agent]) for worker in self.workers]
+        on_sampled(self._gather("sample_ahead", sampling))
+        return self._gather("learn", learning)
 
     def answer(self, problems: Sequence[Problem]) -> list[list[str]]:
-        shared = ray.put(problems)
-        return self._each(lambda k, actor: actor.answer.remote(shared))
+        return self._call("answer", ray.put(problems))
 
     def save(self, folder: Path) -> None:
         """Agents on this node write into the folder; files of the others come here in pieces."""
         folder = folder.absolute()
-        names = self._each(lambda k, actor: actor.save.remote(str(folder) if self._is_near(k) else None))
-        for k, actor in enumerate(self.actors):
-            for name in names[k] or []:
+        self._each("save", lambda worker: (self._near(worker, folder),))
+        for worker in self.workers:
+            for name in self._get(worker, worker.actor.file_names.remote()):
                 path, offset = folder / name, 0
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
-                    while chunk := self._get(k, actor.read.remote(name, offset)):
+                    while chunk := self._get(worker, worker.actor.read.remote(name, offset)):
                         file.write(chunk)
                         offset += len(chunk)
-            self._get(k, actor.forget_files.remote())
+            self._get(worker, worker.actor.forget_files.remote())
 
     def load(self, folder: Path) -> None:
         folder = folder.absolute()
-        for k, actor in enumerate(self.actors):
-            if self._is_near(k):
+        for worker in self.workers:
+            if self._near(worker, folder) is not None:
                 continue
-            model_dir, state_file = files_of(folder, self.ids[k])
-            for path in [*(path for path in sorted(model_dir.rglob("*")) if path.is_file()), state_file]:
+            model_dir, state_file = files_of(folder, self.ids[worker.agent])
+            files = [path for path in sorted(model_dir.rglob("*")) if path.is_file()]
+            for path in [*files, state_of(state_file, worker.rank)]:
                 with path.open("rb") as file:
                     while chunk := file.read(CHUNK):
-                        self._get(k, actor.write.remote(str(path.relative_to(folder)), chunk))
-        self._each(lambda k, actor: actor.load.remote(str(folder) if self._is_near(k) else None))
-        for k, actor in enumerate(self.actors):
-            self._get(k, actor.forget_files.remote())
+                        self._get(worker, worker.actor.write.remote(str(path.relative_to(folder)), chunk))
+        self._each("load", lambda worker: (self._near(worker, folder),))
+        for worker in self.workers:
+            self._get(worker, worker.actor.forget_files.remote())
 
     def run_peak_memory(self) -> float:
         peaks = [peak for peak in self.peak_memory if peak is not None]
@@ -344,38 +356,60 @@ class RayExecutor:
 
     # --- calls -------------------------------------------------------------------------------------
 
-    def _is_near(self, k: int) -> bool:
-        return self.places[k][0] == self.node
+    def _near(self, worker: Worker, folder: Path) -> str | None:
+        """The folder, for a process that reaches it."""
+        assert worker.place is not None
+        return str(folder) if worker.place[0] == self.node else None
 
-    def _each(self, ask: Callable[[int, Any], Any]) -> list[Any]:
-        return self._gather([ask(k, actor) for k, actor in enumerate(self.actors)])
+    def _call(self, name: str, *args: Any) -> list[Any]:
+        return self._gather(name, [worker.actor.call.remote(name, *args) for worker in self.workers])
 
-    def _gather(self, asked: list[Any]) -> list[Any]:
-        """Replies as they come; the first agent that fails ends the wait."""
+    def _each(self, name: str, args: Callable[[Worker], tuple[Any, ...]]) -> list[Any]:
+        asked = [getattr(worker.actor, name).remote(*args(worker)) for worker in self.workers]
+        return self._gather(name, asked)
+
+    def _gather(self, name: str, asked: list[Any]) -> list[Any]:
+        """Each agent's answer, from replies as they come; the first process that fails ends the wait."""
         for agent_id in self.ids:
             self.on_agent(agent_id, True)
-        replies: dict[int, Reply] = {}
-        while len(replies) < len(asked):
-            (ready,), _ = ray.wait([ref for k, ref in enumerate(asked) if k not in replies])
-            k = asked.index(ready)
-            replies[k] = self._get(k, ready)
-            self.on_agent(self.ids[k], False)
-        for k, reply in sorted(replies.items()):
-            self.seconds[k], self.resident[k] = reply.seconds, reply.resident
-            if reply.peak_memory is not None:
-                self.peak_memory[k] = max(self.peak_memory[k] or 0.0, reply.peak_memory)
-            for message in reply.warnings:
-                warn(message)
-        return [replies[k].value for k in range(len(asked))]
+        replies: list[dict[int, Reply]] = [{} for _ in self.ids]
+        waiting = dict(zip(asked, self.workers, strict=True))
+        while waiting:
+            (ready,), _ = ray.wait(list(waiting))
+            worker = waiting.pop(ready)
+            mates = [ref for ref, other in waiting.items() if other.agent == worker.agent]
+            try:
+                replies[worker.agent][worker.rank] = self._get(worker, ready)
+            except RuntimeError:
+                # Who waits for a rank that is gone fails too, often before Ray knows of the loss.
+                for ref in ray.wait(mates, num_returns=len(mates), timeout=NOTICE)[0] if mates else []:
+                    with suppress(RuntimeError):
+                        self._get(waiting[ref], ref)
+                raise
+            if not mates:
+                self.on_agent(self.ids[worker.agent], False)
+        answers = []
+        for k, by_rank in enumerate(replies):
+            parts = [by_rank[rank] for rank in sorted(by_rank)]
+            self.seconds[k] = max(reply.seconds for reply in parts)
+            self.resident[k] = sum(reply.resident for reply in parts)
+            peaks = [reply.peak_memory for reply in parts if reply.peak_memory is not None]
+            if peaks:
+                self.peak_memory[k] = max(self.peak_memory[k] or 0.0, sum(peaks))
+            for reply in parts:
+                for message in reply.warnings:
+                    warn(message)
+            answers.append(joined(name, [reply.value for reply in parts]))
+        return answers
 
-    def _get(self, k: int, asked: Any) -> Any:
+    def _get(self, worker: Worker, asked: Any) -> Any:
         try:
             return ray.get(asked)
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except LOST as error:
-            where = f" (process {self.places[k][2]} on {self.places[k][1]})" if self.places else ""
-            raise AgentLost(f"Agent {self.ids[k]}{where} was lost: {reason(error)}.") from error
+            where = f" (process {worker.place[2]} on {worker.place[1]})" if worker.place else ""
+            raise AgentLost(f"Agent {self.ids[worker.agent]}{where} was lost: {reason(error)}.") from error
 
 
 def bundle(agent: AgentConfig) -> dict[str, float]:
