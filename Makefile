@@ -86,7 +86,7 @@ test-vllm: .venv-vllm/.dev
 	.venv-vllm/bin/python -m pytest -o addopts=-q tests/vllm
 
 .venv-vllm/.dev: .venv-vllm/.installed pyproject.toml
-	.venv-vllm/bin/$(PIP_INSTALL) -e . pytest
+	.venv-vllm/bin/$(PIP_INSTALL) -e . ray pytest
 	touch $@
 
 # The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.

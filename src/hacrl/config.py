@@ -109,7 +109,7 @@ class ModelSettings(Strict):
 
 
 class ResourcesConfig(Strict):
-    """What an agent takes of a Ray cluster; with `fsdp`, each of its processes."""
+    """What a process takes of a Ray cluster."""
 
     num_cpus: Positive = 1
     """Cores, and torch's threads."""
@@ -117,6 +117,13 @@ class ResourcesConfig(Strict):
     """Default: 0 for `device: cpu` or where the cluster has no GPU, else 1."""
     custom: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Resources that nodes were started with: `ray start --resources='{"big": 1}'`."""
+
+
+class AgentResources(ResourcesConfig):
+    """What an agent takes of a Ray cluster; with `fsdp`, each of its processes."""
+
+    sampler: ResourcesConfig | None = None
+    """With `engine: vllm`: put vLLM into a process of its own, which takes this; null: into the agent's."""
 
 
 class RayConfig(Strict):
@@ -157,7 +164,7 @@ class Settings(ModelSettings):
     """Passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
     sampler_ratio_max: Annotated[float, Field(ge=1)] | None = None
     """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: do not."""
-    resources: ResourcesConfig = ResourcesConfig()
+    resources: AgentResources = AgentResources()
     """With `execution: ray`."""
     fsdp: Positive = 1
     """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each, from `device` on."""
@@ -177,6 +184,8 @@ class AgentConfig(Settings):
                 raise ValueError(
                     "engine: vllm reports log-probabilities after top_p and top_k; add recompute_logprobs: true"
                 )
+        elif self.resources.sampler is not None:
+            raise ValueError("resources.sampler is the process of vLLM: add engine: vllm, or leave it out")
         if self.sampler_ratio_max is not None and not self.recomputes_logprobs:
             raise ValueError("sampler_ratio_max compares with the learner's own: add recompute_logprobs: true")
         return self
@@ -517,8 +526,10 @@ SECTIONS: dict[tuple[str, ...], type[Strict]] = {
     ("agents",): AgentConfig,
     ("lora",): LoraConfig,
     ("agents", "lora"): LoraConfig,
-    ("resources",): ResourcesConfig,
-    ("agents", "resources"): ResourcesConfig,
+    ("resources",): AgentResources,
+    ("resources", "sampler"): ResourcesConfig,
+    ("agents", "resources"): AgentResources,
+    ("agents", "resources", "sampler"): ResourcesConfig,
     ("ray",): RayConfig,
     ("task",): TaskConfig,
     ("task", "reward"): RewardConfig,

@@ -276,6 +276,8 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         ({"execution": "ray", "device": "cuda:1"}, "Ray chooses the GPU"),
         ({"execution": "ray", "device": "cuda", "resources": {"num_gpus": 0}}, "device: cuda needs a GPU"),
         ({"execution": "ray", "fsdp": 2, "resources": {"num_gpus": 0.5}}, "each process of fsdp needs a whole GPU"),
+        ({"execution": "ray", "resources": {"sampler": {}}}, "resources.sampler is the process of vLLM"),
+        ({"resources": {"sampler": {"num_gpu": 1}}}, "did you mean num_gpus"),
         ({"ray": {"adress": "auto"}}, "did you mean address"),
         ({"ray": {"address": "ray://head:10001"}}, "ray.address"),
         ({"resources": {"num_cpu": 2}}, "did you mean num_cpus"),

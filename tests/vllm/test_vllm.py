@@ -1,11 +1,15 @@
 """The vLLM engine on real models, by vLLM's CPU build. `make test-vllm` runs these in an environment of their own."""
 
 import json
+import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,8 +21,9 @@ from hacrl.decoder import Backbone
 from hacrl.errors import UserError
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.native import NativeEngine
-from hacrl.rollouts.vllm import VLLMEngine
+from hacrl.rollouts.vllm import VLLM, VLLMEngine
 from hacrl.training.run import train
+from hacrl.training.run_dir import RunDir
 
 EAGER = {"enforce_eager": True}
 PROMPTS = ["12+7=", "3-45+6=", "99+1-2+3="]
@@ -34,9 +39,8 @@ class Sampled:
         self.stop_ids = [self.tokenizer.eos_token_id]
         self.prompts = [self.tokenizer.encode(prompt) for prompt in PROMPTS]
         self.updates = 0
-        self.engine = VLLMEngine(
-            self.model, folder, self.tokenizer, self.stop_ids, 96, 64, EAGER, version=lambda: self.updates
-        )
+        vllm = VLLM(folder, "float32", max_length=96, batch_size=64, options=EAGER)
+        self.engine = VLLMEngine(vllm, self.model, self.tokenizer, self.stop_ids, version=lambda: self.updates)
 
     def native(self) -> NativeEngine:
         return NativeEngine(Backbone(self.model), self.tokenizer, self.stop_ids, 64)
@@ -103,7 +107,7 @@ def test_an_update_is_seen_at_once_and_checked(sampled: Sampled) -> None:
     test_greedy_tokens_are_those_of_the_native_engine(sampled)
 
 
-def test_two_agents_learn_together_with_vllm(tmp_path: Path) -> None:
+def run_config(output_dir: Path, **changes: Any) -> RunConfig:
     settings: dict[str, Any] = {
         "algorithm": {"name": "hacpo_robust"},
         "agents": [{"id": "llama", "model": "zoo:llama-large"}, {"id": "qwen", "model": "zoo:qwen3-bpe"}],
@@ -118,12 +122,45 @@ def test_two_agents_learn_together_with_vllm(tmp_path: Path) -> None:
         "learning_rate": 1e-4,
         "max_steps": 3,
         "eval_every": 0,
-        "save_every": 0,
-        "output_dir": str(tmp_path / "run"),
+        "save_every": 1,
+        "output_dir": str(output_dir),
     }
-    train(RunConfig.from_dict(settings))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return RunConfig.from_dict({**settings, **changes})
+
+
+def assert_learned(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines[1:]:
         for agent in ("llama", "qwen"):
             assert line[f"{agent}/logprob_gap_max"] < 1e-4
     assert all(lines[-1][f"{agent}/num_updates"] == 6 for agent in ("llama", "qwen"))
+
+
+def test_two_agents_learn_together_with_vllm(tmp_path: Path) -> None:
+    assert_learned(train(run_config(tmp_path / "run")).run_dir)
+
+
+def test_vllm_in_a_process_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of two agents has it so. When that process is killed, the agent is lost, and the run goes on."""
+    run = RunDir(tmp_path / "run")
+
+    def kill() -> None:
+        while not run.step_file("rollouts", 2).is_file():
+            time.sleep(0.05)
+        ray.kill(ray.get_actor("llama:sampler"))
+
+    agents = [
+        {"id": "llama", "model": "zoo:llama-large", "resources": {"sampler": {}}},
+        {"id": "qwen", "model": "zoo:qwen3-bpe", "engine": "native"},
+    ]
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with caplog.at_level(logging.WARNING, "hacrl"):
+        train(run_config(run.path, execution="ray", agents=agents))
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert (
+        sum("Agent llama" in record.getMessage() and "was lost" in record.getMessage() for record in caplog.records)
+        == 1
+    )
+    assert_learned(run.path)

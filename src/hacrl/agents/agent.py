@@ -18,8 +18,15 @@ from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.rollouts.engine import Engine, SamplingParams
 from hacrl.rollouts.rollout import Rollout
+from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
 from hacrl.seeding import ADAPTER, SAMPLE, derive_seed
 from hacrl.tasks.problem import Problem, Prompt
+
+
+def vllm_of(config: AgentConfig) -> VLLM:
+    """vLLM with an agent's model, in this process."""
+    length = config.max_prompt_length + config.max_completion_length
+    return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.vllm)
 
 
 class Agent:
@@ -31,8 +38,12 @@ class Agent:
         seed: int,
         trace: bool = False,
         bases: Bases | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """`bases` are the models that agents of this process share where they train adapters only."""
+        """`bases` are the models that agents of this process share where they train adapters only.
+
+        `sampler` is the agent's vLLM if it is elsewhere.
+        """
         self.config, self.index, self.algorithm, self.seed = config, index, algorithm, seed
         self.tokenizer = load_tokenizer(config)
         self.adapter: Adapter | None = None
@@ -46,7 +57,7 @@ class Agent:
         self.read_tokens()
         policy = Policy(self.model, config, self.stop_ids)
         self.weights = MasterWeights(self.model, policy.dtype, config.optimizer_offload)
-        self.engine = self._vllm() if config.engine == "vllm" else policy.engine(self.tokenizer)
+        self.engine = self._vllm(sampler) if config.engine == "vllm" else policy.engine(self.tokenizer)
         reference = None
         if algorithm.beta or config.log_kl:
             model = load_model(config) if config.lora is None else with_same_weights(base)
@@ -67,20 +78,9 @@ class Agent:
     def _adapter(self, model: nn.Module) -> Adapter:
         return Adapter(model, self.config, source_of(self.config), derive_seed(self.seed, ADAPTER, self.index))
 
-    def _vllm(self) -> Engine:
-        from hacrl.rollouts.vllm import VLLMEngine
-
-        config = self.config
-        return VLLMEngine(
-            self.model,
-            source_of(config),
-            self.tokenizer,
-            self.stop_ids,
-            max_length=config.max_prompt_length + config.max_completion_length,
-            batch_size=config.sampling_batch_size,
-            options=config.vllm,
-            version=lambda: self.learner.updates,
-        )
+    def _vllm(self, sampler: Sampler | None) -> Engine:
+        sampler = sampler or vllm_of(self.config)
+        return VLLMEngine(sampler, self.model, self.tokenizer, self.stop_ids, lambda: self.learner.updates)
 
     # --- prompts -----------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from hacrl.config import AgentConfig
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.rollouts.rollout import Rollout
+from hacrl.rollouts.vllm import Sampler
 from hacrl.seeding import derive_seed
 from hacrl.tasks.problem import Problem
 
@@ -57,10 +58,10 @@ class Member:
     rank: int
     meeting_point: str
 
-    def agent(self) -> Agent:
+    def agent(self, sampler: Sampler | None = None) -> Agent:
         if self.config.fsdp > 1:
             return RankAgent(self)
-        return Agent(self.config, self.index, self.algorithm, self.seed, self.trace)
+        return Agent(self.config, self.index, self.algorithm, self.seed, self.trace, sampler=sampler)
 
     def ask(self, agent: Agent, name: str, *args: Any) -> Any:
         """This rank's part of the answer to a call."""

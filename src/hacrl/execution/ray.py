@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hacrl import __version__
+from hacrl.agents.agent import vllm_of
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.sharded import Member, joined, state_of
-from hacrl.config import AgentConfig, RunConfig
+from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, files_of
 from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
+from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Rollout
+from hacrl.rollouts.vllm import Sums, Tokens
 from hacrl.tasks.problem import Problem
 
 try:
@@ -89,14 +93,15 @@ class AgentProcess:
             port: int = server.getsockname()[1]
         return port
 
-    def open(self, version: str, member: Member) -> Reply:
-        """Load the model; the answer is whether it has a chat template."""
+    def open(self, version: str, member: Member, sampler: Any) -> Reply:
+        """Load the model; the answer is whether it has a chat template. `sampler`: a `SamplerProcess` or None."""
         if version != __version__:
             raise UserError(
                 f"Agent {member.config.id}: hacrl is {__version__} on its node and {version} here. "
                 "Install the same on all."
             )
-        self.member, self.agent = member, member.agent()
+        self.member = member
+        self.agent = member.agent(None if sampler is None else RemoteSampler(sampler, member.config))
         return self._reply(lambda: self.agent.has_chat_template)
 
     def call(self, name: str, *args: Any) -> Reply:
@@ -157,6 +162,49 @@ class AgentProcess:
         return Reply(value, seconds, peak, peak_resident_gib(), warnings)
 
 
+class SamplerProcess:
+    """vLLM of one agent, in a process of its own."""
+
+    def open(self, config: AgentConfig) -> None:
+        self.vllm = vllm_of(config)
+
+    def ask(self, name: str, *args: Any) -> Any:
+        return getattr(self.vllm, name)(*args)
+
+
+class RemoteSampler:
+    """`SamplerProcess` from the agent's process."""
+
+    def __init__(self, actor: Any, config: AgentConfig) -> None:
+        self.actor = actor
+        answer_of(actor.open.remote(config))
+
+    def reload(self, weights: dict[str, Tensor]) -> None:
+        answer_of(self.actor.ask.remote("reload", {name: tensor.cpu() for name, tensor in weights.items()}))
+
+    def checksums(self) -> Sums:
+        sums: Sums = answer_of(self.actor.ask.remote("checksums"))
+        return sums
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        logprobs: list[float] = answer_of(self.actor.ask.remote("logprobs", ids))
+        return logprobs
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
+    ) -> list[list[Tokens]]:
+        groups: list[list[Tokens]] = answer_of(self.actor.ask.remote("generate", prompts, params, stop_ids, seed))
+        return groups
+
+
+def answer_of(asked: Any) -> Any:
+    """What a process answers; an error of its own is raised as it was there."""
+    try:
+        return ray.get(asked)
+    except exceptions.RayTaskError as error:
+        raise error.cause from error
+
+
 @dataclass
 class Worker:
     """A process of an agent, seen from here."""
@@ -178,6 +226,7 @@ class RayExecutor:
         self.peak_memory: list[float | None] = [None] * len(self.ids)
         self.resident = [0.0] * len(self.ids)
         self.workers: list[Worker] = []
+        self.samplers: list[Any] = []
         state = random.getstate()
         self._connect()
         random.setstate(state)  # Ray draws from it
@@ -189,7 +238,12 @@ class RayExecutor:
             self.node = ray.get_runtime_context().get_node_id()
             meeting_points = [self._meeting_point(worker) for worker in self.workers if worker.rank == 0]
             self.chat_templates: list[bool] = self._each(
-                "open", lambda worker: (__version__, self._member(worker, meeting_points[worker.agent]))
+                "open",
+                lambda worker: (
+                    __version__,
+                    self._member(worker, meeting_points[worker.agent]),
+                    self.samplers[worker.agent],
+                ),
             )
         except BaseException:
             self.close()
@@ -206,7 +260,7 @@ class RayExecutor:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = self.config.ray.address
         if address is None:
-            cores = sum(agent.resources.num_cpus * agent.fsdp for agent in self.config.agents)
+            cores = int(sum(process["CPU"] for agent in self.config.agents for process in bundles(agent)))
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
             return
         try:
@@ -222,12 +276,17 @@ class RayExecutor:
 
     def _on_its_node(self, agent: AgentConfig) -> AgentConfig:
         """The agent with its share of GPUs decided, and paths that do not depend on where the driver was started."""
-        gpus = agent.resources.num_gpus
-        if gpus is None:
-            there = ray.cluster_resources().get("GPU", 0) > 0
-            gpus = 0.0 if agent.device == "cpu" or (agent.device == "auto" and not there) else 1.0
-        changes: dict[str, Any] = {"resources": agent.resources.model_copy(update={"num_gpus": gpus})}
-        if not gpus:
+        there = ray.cluster_resources().get("GPU", 0) > 0
+        default = 0.0 if agent.device == "cpu" or (agent.device == "auto" and not there) else 1.0
+
+        def decided(resources: Any) -> Any:
+            return resources.model_copy(update={"num_gpus": default}) if resources.num_gpus is None else resources
+
+        resources = decided(agent.resources)
+        if resources.sampler is not None:
+            resources = resources.model_copy(update={"sampler": decided(resources.sampler)})
+        changes: dict[str, Any] = {"resources": resources}
+        if not resources.num_gpus:
             changes["device"] = "cpu"
         if Path(agent.model).is_dir():
             changes["model"] = str(Path(agent.model).absolute())
@@ -239,20 +298,20 @@ class RayExecutor:
         groups: dict[str, Any] = {}
         # Who can run on few nodes comes first, before somebody else takes the cores there.
         for agent in sorted(self.agents, key=choosiness, reverse=True):
-            groups[agent.id] = placement_group([bundle(agent)] * agent.fsdp, "PACK", f"hacrl-{agent.id}")
+            groups[agent.id] = placement_group(bundles(agent), "PACK", f"hacrl-{agent.id}")
             # Nobody adds a node to a Ray of our own.
             if self._lacks() or not groups[agent.id].wait(max(deadline - time.monotonic(), 0.1)):
                 raise UserError(self._no_room())
         for k, agent in enumerate(self.agents):
             for rank in range(agent.fsdp):
-                process = ray.remote(AgentProcess).options(
-                    name=f"{agent.id}:{rank}",
-                    num_cpus=agent.resources.num_cpus,
-                    num_gpus=agent.resources.num_gpus,
-                    resources=agent.resources.custom,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(groups[agent.id], rank),
-                )
+                where = options(f"{agent.id}:{rank}", agent.resources, groups[agent.id], rank)
+                process = ray.remote(AgentProcess).options(**where)
                 self.workers.append(Worker(k, rank, process.remote(agent.resources.num_cpus)))
+            sampler = None
+            if agent.resources.sampler is not None:
+                where = options(f"{agent.id}:sampler", agent.resources.sampler, groups[agent.id], agent.fsdp)
+                sampler = ray.remote(SamplerProcess).options(**where).remote()
+            self.samplers.append(sampler)
 
     def _meeting_point(self, first: Worker) -> str:
         """Where the ranks of an agent find each other."""
@@ -267,8 +326,9 @@ class RayExecutor:
     def _wanted(self) -> dict[str, float]:
         wanted: dict[str, float] = {}
         for agent in self.agents:
-            for name, amount in bundle(agent).items():
-                wanted[name] = wanted.get(name, 0.0) + amount * agent.fsdp
+            for process in bundles(agent):
+                for name, amount in process.items():
+                    wanted[name] = wanted.get(name, 0.0) + amount
         return wanted
 
     def _lacks(self) -> bool:
@@ -277,8 +337,7 @@ class RayExecutor:
         return lacking and self.config.ray.address is None
 
     def _no_room(self) -> str:
-        count = {agent.id: f"{agent.fsdp} times " if agent.fsdp > 1 else "" for agent in self.agents}
-        each = "; ".join(f"{agent.id} {count[agent.id]}{written(bundle(agent))}" for agent in self.agents)
+        each = "; ".join(f"{agent.id} {' + '.join(map(written, bundles(agent)))}" for agent in self.agents)
         there = {name: amount for name, amount in ray.cluster_resources().items() if name in self._wanted()}
         nodes = sum(node["Alive"] for node in ray.nodes())
         advice = "Add nodes, or lower the agents' resources (num_gpus may be a fraction)."
@@ -404,23 +463,39 @@ class RayExecutor:
 
     def _get(self, worker: Worker, asked: Any) -> Any:
         try:
-            return ray.get(asked)
-        except exceptions.RayTaskError as error:
-            raise error.cause from error
+            return answer_of(asked)
         except LOST as error:
             where = f" (process {worker.place[2]} on {worker.place[1]})" if worker.place else ""
             raise AgentLost(f"Agent {self.ids[worker.agent]}{where} was lost: {reason(error)}.") from error
 
 
-def bundle(agent: AgentConfig) -> dict[str, float]:
-    """What an agent needs, in Ray's words."""
-    resources = agent.resources
+def bundle(resources: ResourcesConfig) -> dict[str, float]:
+    """What a process needs, in Ray's words."""
     gpus = {"GPU": resources.num_gpus} if resources.num_gpus else {}
     return {"CPU": float(resources.num_cpus), **gpus, **resources.custom}
 
 
-def choosiness(agent: AgentConfig) -> tuple[int, float, int]:
-    return len(agent.resources.custom), agent.resources.num_gpus or 0.0, agent.resources.num_cpus
+def bundles(agent: AgentConfig) -> list[dict[str, float]]:
+    """For the ranks of an agent, and for its vLLM if that is apart."""
+    sampler = agent.resources.sampler
+    return [bundle(agent.resources)] * agent.fsdp + ([] if sampler is None else [bundle(sampler)])
+
+
+def options(name: str, resources: ResourcesConfig, group: Any, place: int) -> dict[str, Any]:
+    """Of an actor that takes one place of a placement group."""
+    return {
+        "name": name,
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "resources": resources.custom,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, place),
+    }
+
+
+def choosiness(agent: AgentConfig) -> tuple[int, float, float]:
+    needs = bundles(agent)
+    custom = {name for need in needs for name in need} - {"CPU", "GPU"}
+    return len(custom), sum(need.get("GPU", 0.0) for need in needs), sum(need["CPU"] for need in needs)
 
 
 def written(amounts: dict[str, float]) -> str:

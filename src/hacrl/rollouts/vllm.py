@@ -1,4 +1,4 @@
-"""Sampling by vLLM, inside this process: its own copy of the weights, updated in place when they have changed.
+"""Sampling by vLLM: its own copy of the weights, in this process or another, updated in place when they have changed.
 
 vLLM reports raw log-probabilities by default; here they are those after temperature. After top-p and top-k they would
 be renormalised over what was left, which is not what a learner computes: use `recompute_logprobs: true` with these.
@@ -6,10 +6,10 @@ be renormalised over what was left, which is not what a learner computes: use `r
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hacrl.errors import UserError
@@ -23,27 +23,34 @@ PROBE_LENGTH = 16
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-probability after an update. Rounding stays far below, other weights do not."""
 
+Sums = dict[str, tuple[float, float]]
+Tokens = tuple[list[int], list[float]]
+"""Token ids of a completion and their log-probabilities."""
 
-class VLLMEngine:
-    def __init__(
-        self,
-        model: nn.Module,
-        folder: str,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: Sequence[int],
-        max_length: int,
-        batch_size: int,
-        options: dict[str, Any],
-        version: Callable[[], int],
-    ) -> None:
-        """`options` go to vllm.LLM as they are, over what is set here; `version` counts the updates of the model."""
-        self.model, self.tokenizer, self.stop_ids = model, tokenizer, list(stop_ids)
-        self.version, self._has = version, 0
+
+class Sampler(Protocol):
+    """A copy of a model in vLLM."""
+
+    def reload(self, weights: dict[str, Tensor]) -> None: ...
+    def checksums(self) -> Sums: ...
+    def logprobs(self, ids: list[int]) -> list[float]:
+        """Of a text's tokens from the second on."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
+    ) -> list[list[Tokens]]: ...
+
+
+class VLLM:
+    """The sampler in this process."""
+
+    def __init__(self, folder: str, dtype: str, max_length: int, batch_size: int, options: dict[str, Any]) -> None:
+        """`options` go to vllm.LLM as they are, over what is set here."""
         vllm = import_vllm()
-        parameter = next(model.parameters())
         settings = {
             "model": folder,
-            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "dtype": dtype,
             "max_model_len": max_length,
             "max_num_seqs": batch_size,
             "logprobs_mode": "processed_logprobs",
@@ -54,17 +61,87 @@ class VLLMEngine:
         self._sampling_params = vllm.SamplingParams
         self.engine: Any = vllm.LLM(**{**settings, **options})
 
-    def refresh(self) -> None:
-        """Take over the model's weights as they are now; UserError if vLLM does not have them then."""
-        weights = iter([(name, tensor.detach()) for name, tensor in self.model.state_dict().items()])
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    def reload(self, weights: dict[str, Tensor]) -> None:
+        match_threads()
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.engine.reset_prefix_cache()
+
+    def checksums(self) -> Sums:
+        sums: Sums = self.engine.apply_model(checksums)[0]
+        return sums
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        request = self._sampling_params(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        (output,) = self._run([ids], [request])
+        return [at[token].logprob for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
+    ) -> list[list[Tokens]]:
+        G = params.num_generations
+        requests = [
+            self._sampling_params(
+                n=G,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                max_tokens=params.max_completion_length,
+                # Completions of a request take the seeds that follow its own.
+                seed=(seed + position * G) % 2**63,
+                stop_token_ids=stop_ids,
+                ignore_eos=True,  # the stop tokens say all
+                stop=list(params.stop),
+                include_stop_str_in_output=True,
+                detokenize=bool(params.stop),
+                skip_special_tokens=False,
+                logprobs=0,  # of the sampled token alone
+            )
+            for position in range(len(prompts))
+        ]
+        return [[sampled_tokens(output) for output in request.outputs] for request in self._run(prompts, requests)]
+
+    def _run(self, prompts: Sequence[Sequence[int]], requests: list[Any]) -> list[Any]:
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        match_threads()
+        outputs: list[Any] = self.engine.generate(inputs, requests, use_tqdm=False)
+        return outputs
+
+
+def match_threads() -> None:
+    """Make OpenMP's number of threads that of torch, which does it when asked, in each thread of Python anew.
+
+    vLLM's CPU build needs them equal, and always the same: otherwise it fails, or takes over weights wrongly.
+    """
+    torch.get_num_threads()
+
+
+def sampled_tokens(output: Any) -> Tokens:
+    tokens = list(output.token_ids)
+    return tokens, [float(at[token].logprob) for token, at in zip(tokens, output.logprobs, strict=True)]
+
+
+class VLLMEngine:
+    def __init__(
+        self,
+        sampler: Sampler,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int],
+        version: Callable[[], int],
+    ) -> None:
+        """`version` counts the updates of the model."""
+        self.sampler, self.model, self.tokenizer, self.stop_ids = sampler, model, tokenizer, list(stop_ids)
+        self.version, self._has = version, 0
+
+    def refresh(self) -> None:
+        """Hand over the model's weights as they are now; UserError if vLLM does not have them then."""
+        self.sampler.reload({name: tensor.detach() for name, tensor in self.model.state_dict().items()})
         self._check()
         self._has = self.version()
 
     def _check(self) -> None:
         """Two looks: sums of the tensors that vLLM keeps as they are, and log-probabilities, which depend on all."""
-        ours, theirs = checksums(self.model), self.engine.apply_model(checksums)[0]
+        ours, theirs = checksums(self.model), self.sampler.checksums()
         wrong = [
             name
             for name in ours.keys() & theirs.keys()
@@ -83,44 +160,18 @@ class VLLMEngine:
         """The largest difference between vLLM's and the model's own log-probabilities of some tokens."""
         vocabulary = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         ids = [(7919 * t + 1) % vocabulary for t in range(PROBE_LENGTH)]
-        request = self._sampling_params(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        (output,) = self.engine.generate([{"prompt_token_ids": ids}], request, use_tqdm=False)
-        theirs = [at[token].logprob for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
         device = next(self.model.parameters()).device
         logits_TV = self.model(torch.tensor([ids], device=device)).logits[0, :-1].float()
         ours_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
-        return float((ours_T.cpu() - torch.tensor(theirs)).abs().max())
+        return float((ours_T.cpu() - torch.tensor(self.sampler.logprobs(ids))).abs().max())
 
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
         if self._has != self.version():
             self.refresh()
-        G = params.num_generations
-        requests = [
-            self._sampling_params(
-                n=G,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                max_tokens=params.max_completion_length,
-                # Completions of a request take the seeds that follow its own.
-                seed=(seed + position * G) % 2**63,
-                stop_token_ids=self.stop_ids,
-                ignore_eos=True,  # the stop tokens say all
-                stop=list(params.stop),
-                include_stop_str_in_output=True,
-                detokenize=bool(params.stop),
-                skip_special_tokens=False,
-                logprobs=0,  # of the sampled token alone
-            )
-            for position in range(len(prompts))
-        ]
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.engine.generate(inputs, requests, use_tqdm=False)
-        return [[self._completion(output, params) for output in request.outputs] for request in outputs]
+        groups = self.sampler.generate(prompts, params, self.stop_ids, seed)
+        return [[self._completion(tokens, logps, params) for tokens, logps in group] for group in groups]
 
-    def _completion(self, output: Any, params: SamplingParams) -> Completion:
-        tokens = list(output.token_ids)
-        logps = [float(at[token].logprob) for token, at in zip(tokens, output.logprobs, strict=True)]
+    def _completion(self, tokens: list[int], logps: list[float], params: SamplingParams) -> Completion:
         ended = bool(tokens) and tokens[-1] in self.stop_ids
         stop = length_at_stop(self.tokenizer, tokens, 0, params.stop) if params.stop else None
         if stop is not None and not (ended and stop == len(tokens)):
@@ -129,7 +180,7 @@ class VLLMEngine:
 
 
 def import_vllm() -> Any:
-    # In this process: weights are handed over as tensors.
+    # Not in a process of vLLM's own: weights are handed over as tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -142,7 +193,7 @@ def import_vllm() -> Any:
     return vllm
 
 
-def checksums(model: nn.Module) -> dict[str, tuple[float, float]]:
+def checksums(model: nn.Module) -> Sums:
     """Sum, and sum of absolute values, of each parameter that is there: padding with zeros does not matter."""
     found = {}
     for name, tensor in model.named_parameters():
