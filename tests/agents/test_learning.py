@@ -721,6 +721,9 @@ def test_activations_that_do_not_fit_are_computed_again(
     assert agents[1].learner.batch_tokens < agents[0].learner.batch_tokens < 2048
     for gradients in collected[1:]:
         assert distance(gradients, collected[0]) < 1e-9
+    in_twos = make_agent(GSPO(), **settings, micro_batch_size=2)
+    learn(in_twos, lesson)
+    assert in_twos.learner.policy.backbone.checkpointing
 
 
 def test_own_rollouts_are_weighed_by_what_sampled_them(sampled: list[list[Rollout]]) -> None:

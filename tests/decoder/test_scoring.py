@@ -180,6 +180,17 @@ def test_batches_of_many_shapes_share_few() -> None:
     assert len(shapes) < len(PROMPTS)
 
 
+@pytest.mark.parametrize(
+    ("rows", "prompt", "completion"), [(1, 1024, 4096), (3, 1024, 4096), (8, 512, 1024), (4, 512, 256)]
+)
+def test_long_rollouts_get_few_empty_rows(rows: int, prompt: int, completion: int) -> None:
+    """Attention holds every row at full length, so rows that are added for the shape's sake must not be long ones."""
+    batch = Packed.build([[1] * prompt] * rows, [[2] * completion] * rows, torch.device("cpu"))
+    S, _, N, R, _ = common_shape(batch, 1024)
+    held = N * R
+    assert held <= max(S, 2 * batch.rows_NR.numel())
+
+
 def test_fresh_leaves_take_the_gradient_and_leave_no_trace() -> None:
     model = tiny("gemma")  # its head is its embedding
     names = dict(model.named_parameters(remove_duplicate=False))

@@ -7,7 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from hacrl.config import RunConfig
-from hacrl.training.plan import plan, step_seconds
+from hacrl.execution.local import THREADS
+from hacrl.training.plan import plan, side_by_side, step_seconds
 
 
 @pytest.fixture
@@ -102,6 +103,12 @@ def test_who_works_at_the_same_time(smollm2: str) -> None:
     assert step_seconds(local, [small, large]) == pytest.approx(every)
     assert step_seconds(by_ray, [small, large]) == pytest.approx(large.sampling + large.learning)
     two_cores = plan(config_of(*agents, size=size, **TWO_CORES))
+    local_cpu = [config_of(smollm2, size=size, device="cpu", fsdp=fsdp) for fsdp in (1, THREADS)]
+    alone, sharded = [plan(config)[0] for config in local_cpu]  # the same cores, in one process or in several
+    assert alone.device == sharded.device
+    assert sharded.learning == pytest.approx(alone.learning)
+    assert side_by_side(local) == 1
+    assert side_by_side(config_of(*agents, size=size, device="cuda", fsdp=2)) == min(2, THREADS)
     one_core = plan(config_of(*agents, size=size, **{**TWO_CORES, "resources": {"num_cpus": 1}}))
     assert [row.learning for row in one_core] == pytest.approx([2 * row.learning for row in two_cores])
 

@@ -48,7 +48,7 @@ def join_team(rank: int, size: int, meeting_point: str, device: torch.device) ->
     """Meet the other members, for example at file:///some/new/file or tcp://HOST:PORT."""
     backend = "gloo"
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=size)
     return Team(rank, size)

@@ -42,12 +42,12 @@ class Updater:
 
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         """The items of one pass each; `tokens` is what each adds to a pass that has those before it."""
+        if not self.batch_tokens:  # this also decides whether activations are kept
+            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
         size = self.micro_batch_size
         if size is not None:
             yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
             return
-        if not self.batch_tokens:
-            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
         # As few batches as memory allows, of about the same size, and as many for each worker.
         total, workers = sum(tokens), self.policy.workers
         count = -(-total // self.batch_tokens)
@@ -105,13 +105,13 @@ class Updater:
             self.weights.zero_grad()
             try:
                 return attempt()
-            except torch.OutOfMemoryError as error:
+            except torch.OutOfMemoryError:
                 done = self.make_batches_smaller()
                 if done is None:
                     raise
-                del error  # and with it what its frames hold
-                self.policy.free_memory()
-                warn(f"Agent {self.config.id}: out of memory in step {step}; {done}.")
+            # Only here, after the block, the error is gone and with it what its frames held.
+            self.policy.free_memory()
+            warn(f"Agent {self.config.id}: out of memory in step {step}; {done}.")
 
     def make_batches_smaller(self) -> str | None:
         """After running out of memory; what was done, or None if a batch is one item already."""

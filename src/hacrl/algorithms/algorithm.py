@@ -73,7 +73,7 @@ class Algorithm(ABC):
     shares_rollouts: ClassVar[bool] = False
     """Whether a learner also uses the rollouts of the others."""
     groups_by_source: ClassVar[bool] = False
-    """Whether a rollout is compared with those of its source alone, though others are used."""
+    """Whether own rollouts are compared with each other alone, though others are used."""
     keeps_all: ClassVar[bool] = False
     """Whether every foreign rollout with A other than 0 has a gradient, so that nobody need look first."""
     may_be_negative: ClassVar[frozenset[str]] = frozenset()

@@ -36,6 +36,7 @@ from hacrl.algorithms.importance import sequence_log_ratio
 @dataclass(frozen=True)
 class RobustHACPO(CapabilityAware):
     keeps_all: ClassVar[bool] = True
+    groups_by_source: ClassVar[bool] = True
 
     name: Literal["hacpo_robust"] = "hacpo_robust"
     cross_weight: float = 1.0

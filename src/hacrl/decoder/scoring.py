@@ -73,6 +73,9 @@ class GraphedScorer(Scorer):
         self.moved = backbone.moved
         self.pool = torch.cuda.graph_pool_handle()
         self.anchor = torch.zeros((), device=backbone.device, requires_grad=True)
+        # In a small model a pass of fewer tokens takes as long, and each new shape is a capture.
+        parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
+        self.least = 1024 if parameters < 2.5e8 else 256
 
     def forget(self) -> None:
         """Give the graphs' memory back."""
@@ -83,7 +86,7 @@ class GraphedScorer(Scorer):
         if self.moved != self.backbone.moved:
             self.moved = self.backbone.moved
             self.forget()
-        packed = packed.padded(*common_shape(packed))
+        packed = packed.padded(*common_shape(packed, self.least))
         key = (packed.ids_S.shape, packed.rows_NR.shape, packed.again_A.shape, temperature, torch.is_grad_enabled())
         if key not in self.captured:
             if not self.warm:  # the first pass loads kernels and libraries, which a capture must not
@@ -161,16 +164,16 @@ class _Replay(torch.autograd.Function):
         return None, None
 
 
-def common_shape(packed: Packed) -> tuple[int, int, int, int, int]:
+def common_shape(packed: Packed, least: int = 256) -> tuple[int, int, int, int, int]:
     """S, M, N, R and A of `Packed.padded`: a third larger at most, and few enough to come again and again.
 
-    Small ones are all of one size: a pass of fewer tokens takes as long, and each new shape a capture.
+    Those below `least` tokens are all of one size.
     """
     N, R = packed.rows_NR.shape
-    tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), 1024))
+    tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), least))
     length = -(-(R + 1) // 64) * 64 if R < 256 else bucket(R + 1)
     again = len(packed.again_A)
-    return tokens, tokens, bucket(max(N, 32)), length, max(tokens, bucket(again)) if again else 0
+    return tokens, tokens, bucket(max(N, min(32, tokens // length))), length, max(tokens, bucket(again)) if again else 0
 
 
 def bucket(n: int) -> int:

@@ -180,7 +180,10 @@ class RemoteSampler:
         answer_of(actor.open.remote(config))
 
     def reload(self, weights: dict[str, Tensor]) -> None:
-        answer_of(self.actor.ask.remote("reload", {name: tensor.cpu() for name, tensor in weights.items()}))
+        # Many are views of joined matrices, which would travel whole with each; tied ones are one tensor.
+        copies = {(w.data_ptr(), w.shape): w.to("cpu", copy=True) for w in weights.values()}
+        by_name = {name: copies[w.data_ptr(), w.shape] for name, w in weights.items()}
+        answer_of(self.actor.ask.remote("reload", by_name))
 
     def checksums(self) -> Sums:
         sums: Sums = answer_of(self.actor.ask.remote("checksums"))
@@ -236,7 +239,7 @@ class RayExecutor:
             for worker in self.workers:
                 worker.place = self._get(worker, worker.actor.place.remote())
             self.node = ray.get_runtime_context().get_node_id()
-            meeting_points = [self._meeting_point(worker) for worker in self.workers if worker.rank == 0]
+            meeting_points = {w.agent: self._meeting_point(w) for w in self.workers if w.rank == 0}
             self.chat_templates: list[bool] = self._each(
                 "open",
                 lambda worker: (
@@ -314,7 +317,9 @@ class RayExecutor:
             self.samplers.append(sampler)
 
     def _meeting_point(self, first: Worker) -> str:
-        """Where the ranks of an agent find each other."""
+        """Where the ranks of an agent find each other, if there are several."""
+        if self.agents[first.agent].fsdp == 1:
+            return ""
         assert first.place is not None
         return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
 

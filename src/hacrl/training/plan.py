@@ -78,21 +78,24 @@ def step_seconds(config: RunConfig, plans: list[AgentPlan]) -> float:
 
 def side_by_side(config: RunConfig) -> int:
     """Agents that one process runs at the same time."""
-    return 1 if any(is_on_gpu(agent) for agent in config.agents) else min(len(config.agents), THREADS)
+    in_turns = any(is_on_gpu(config, agent) and agent.fsdp == 1 for agent in config.agents)
+    return 1 if in_turns else min(len(config.agents), THREADS)
 
 
-def is_on_gpu(agent: AgentConfig) -> bool:
+def is_on_gpu(config: RunConfig, agent: AgentConfig) -> bool:
     """Whether it will be; a plan may be for another machine."""
+    if config.execution == "ray" and agent.resources.num_gpus == 0:
+        return False
     return agent.device.startswith("cuda") or (agent.device == "auto" and torch.cuda.is_available())
 
 
 def device_of(config: RunConfig, agent: AgentConfig) -> tuple[Device, int]:
     """What one process of an agent computes with, and how many of them."""
-    if is_on_gpu(agent):
+    if is_on_gpu(config, agent):
         return (H200 if agent.dtype == "bfloat16" else H200_FLOAT32), 1
     if config.execution == "ray":
         return CORE, agent.resources.num_cpus
-    return CORE, max(THREADS // side_by_side(config), 1)
+    return CORE, max(THREADS // side_by_side(config) // agent.fsdp, 1)
 
 
 def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained: int, shares_base: bool) -> int:
@@ -125,7 +128,7 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
     rollouts = config.prompts_per_step * config.rollouts_per_prompt(agent)
     tokens = min(agent.micro_batch_size or rollouts, rollouts) * length
     if agent.micro_batch_size is None:  # at most so many in one pass, and fewer where memory is short
-        tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(agent) else CPU_BATCH_TOKENS, length))
+        tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(config, agent) else CPU_BATCH_TOKENS, length))
     # Of several processes, each takes its share of a pass and of the prompts.
     tokens = max(tokens // agent.fsdp, length)
     decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations // agent.fsdp)
