@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RobustHACPO
-from hacrl.config import AgentConfig, RunConfig, TaskConfig, apply_overrides, preset_names
+from hacrl.config import AgentConfig, RunConfig, TaskConfig
 from hacrl.errors import UserError
+from hacrl.yaml_settings import apply_overrides, preset_names
 
 PAIR = [{"id": "a", "model": "zoo:llama-weak"}, {"id": "b", "model": "zoo:llama-small"}]
 BASE: dict[str, Any] = {"algorithm": {"name": "hacpo"}, "agents": PAIR, "task": {"name": "arithmetic"}}

@@ -316,7 +316,7 @@ def import_gguf(
 
 def print_models() -> None:
     from hacrl.agents.zoo.catalog import catalog
-    from hacrl.config import PRESETS, preset_names, read_source
+    from hacrl.yaml_settings import PRESETS, preset_names, read_source
 
     table = Table(title="The zoo: tiny models for experiments on a laptop", title_justify="left")
     for name in ("model", "architecture", "tokenizer", "parameters", "accuracy, sampled", "greedy"):

@@ -80,8 +80,6 @@ def print_result(console: Console, summaries: dict[str, dict[str, Any]], base: P
 
 def evidence() -> str:
     """One sentence on how far the gain holds over seeds."""
-    if not EVIDENCE.is_file():
-        return "This is one seed; the demo has not been checked over several."
     data = json.loads(EVIDENCE.read_text(encoding="utf-8"))
     seeds = data["seeds"]
     titles = {"hacpo": "HACPO", "hacpo_robust": "robust HACPO"}

@@ -12,8 +12,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from hacrl.agents.lora import CONFIG_FILE, Adapter, base_model, merged
 from hacrl.agents.master import cast_parameters
-from hacrl.config import AgentConfig, nearest
-from hacrl.errors import UserError
+from hacrl.config import AgentConfig
+from hacrl.errors import UserError, nearest
 
 disable_progress_bar()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -29,7 +28,7 @@ from hacrl.agents.master import cast_parameters
 from hacrl.agents.policy import Policy
 from hacrl.agents.prompts import render
 from hacrl.agents.retokenize import decode
-from hacrl.config import AgentConfig, RunConfig, apply_overrides, explain
+from hacrl.config import AgentConfig, RunConfig, checked
 from hacrl.errors import UserError, warn
 from hacrl.evaluation.figures import Array, by_problem, majority, mean_interval, mean_over_sets
 from hacrl.evaluation.heldout import agents_of
@@ -39,6 +38,7 @@ from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import MathPool, Verifier
 from hacrl.training.run_dir import RunDir, to_json, write_atomically
+from hacrl.yaml_settings import apply_overrides
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 """What a model is told that is not the agent of a run."""
@@ -126,11 +126,7 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
     changes = {name: value for name, value in changes.items() if value is not None}
     changed = []
     for agent in agents:
-        try:
-            data = apply_overrides({**agent.model_dump(), **changes}, options.overrides)
-            changed.append(AgentConfig.model_validate(data))
-        except ValidationError as error:
-            raise UserError("\n".join(explain(error))) from None
+        changed.append(checked(AgentConfig, apply_overrides({**agent.model_dump(), **changes}, options.overrides)))
     return changed, seed if options.seed is None else options.seed, usual
 
 

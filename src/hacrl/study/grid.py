@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import RunConfig, Strict, apply_overrides, explain, nearest, preset_names, read_source
-from hacrl.errors import UserError
+from hacrl.config import RunConfig, Strict, checked
+from hacrl.errors import UserError, nearest
 from hacrl.training.run_dir import RunDir
+from hacrl.yaml_settings import apply_overrides, preset_names, read_source
 
 STUDIES = Path(__file__).parents[1] / "studies"
 
@@ -136,10 +137,7 @@ class StudyConfig(Strict):
             data["pairs"] = dict(zip(labels, data["pairs"], strict=True))
         if isinstance(data.get("pairs"), dict):
             data["pairs"] = {name: content(pair, folder) for name, pair in data["pairs"].items()}
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise UserError(f"{where}: " + "\n".join(explain(error))) from None
+        return checked(cls, data, where)
 
     def to_yaml(self) -> str:
         """Files and presets are written out, so that it stands alone; the folder is where it lies."""

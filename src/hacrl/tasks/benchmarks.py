@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hacrl.config import nearest
-from hacrl.errors import UserError
+from hacrl.errors import UserError, nearest
 from hacrl.tasks.boxed import last_box
 from hacrl.tasks.dataset import Row, is_missing, read_rows
 from hacrl.tasks.problem import Problem

@@ -15,8 +15,7 @@ from hashlib import blake2b
 from itertools import count as count_from
 from typing import Any, Literal
 
-from hacrl.config import nearest
-from hacrl.errors import UserError
+from hacrl.errors import UserError, nearest
 from hacrl.tasks.arithmetic import Split
 from hacrl.tasks.problem import Problem
 

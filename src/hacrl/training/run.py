@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hacrl.agents.loading import resolve_model
-from hacrl.config import RunConfig, apply_overrides
+from hacrl.config import RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, Executor
 from hacrl.execution.local import LocalExecutor
@@ -20,6 +20,7 @@ from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
 from hacrl.training.trainer import Trainer, Watcher
+from hacrl.yaml_settings import apply_overrides
 
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "save_every", "save_total_limit", "keep_best", "trace", "report_to"),

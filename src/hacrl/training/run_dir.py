@@ -13,8 +13,9 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel
 
-from hacrl.config import RunConfig, read_source
+from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.yaml_settings import read_source
 
 STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 

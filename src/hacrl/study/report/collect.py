@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import read_source
 from hacrl.errors import UserError
 from hacrl.training.run_dir import RunDir
+from hacrl.yaml_settings import read_source
 
 Data = dict[str, Any]
 

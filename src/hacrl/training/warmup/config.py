@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hacrl.config import (
     SECTIONS,
@@ -15,13 +15,12 @@ from hacrl.config import (
     Positive,
     Strict,
     TaskConfig,
-    apply_overrides,
-    explain,
-    read_source,
+    checked,
     share_settings,
     without_shared_settings,
 )
 from hacrl.errors import UserError
+from hacrl.yaml_settings import apply_overrides, read_source
 
 
 class DataConfig(Strict):
@@ -143,10 +142,7 @@ class WarmupConfig(WarmupSettings):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise UserError(f"{where}: " + "\n".join(explain(error, WARMUP_SECTIONS))) from None
+        return checked(cls, data, where, WARMUP_SECTIONS)
 
     def to_yaml(self) -> str:
         """The resolved config; an agent's settings only where they differ from the others'."""

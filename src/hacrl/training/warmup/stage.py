@@ -18,7 +18,6 @@ from rich.text import Text
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import Bases, resolve_model
 from hacrl.algorithms import GSPO
-from hacrl.config import apply_overrides, read_source
 from hacrl.errors import UserError
 from hacrl.execution.executor import files_of
 from hacrl.execution.local import THREADS
@@ -32,6 +31,7 @@ from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
 from hacrl.training.warmup.start import resolve_tokenizer, starting_model
 from hacrl.training.warmup.supervised import SupervisedLearner
+from hacrl.yaml_settings import apply_overrides, read_source
 
 CONFIG_FILE = "warmup.yaml"
 RESUMABLE_CHANGES = {"eval_every", "save_every", "save_total_limit"}

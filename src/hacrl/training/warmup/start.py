@@ -9,8 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hacrl.agents.loading import load_model, load_tokenizer, resolve_model
-from hacrl.config import nearest
-from hacrl.errors import UserError
+from hacrl.errors import UserError, nearest
 from hacrl.seeding import derive_seed
 from hacrl.training.warmup.config import WarmupAgentConfig
 

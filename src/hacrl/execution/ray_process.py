@@ -1,0 +1,189 @@
+"""What runs in the processes that `RayExecutor` starts: an agent or a rank of it, or its vLLM."""
+
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray import exceptions
+from torch import Tensor
+
+from hacrl import __version__
+from hacrl.agents.agent import vllm_of
+from hacrl.agents.learning import Lesson
+from hacrl.agents.sharded import Member
+from hacrl.config import AgentConfig
+from hacrl.errors import UserError
+from hacrl.execution.executor import files_of
+from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
+from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.rollout import Rollout
+from hacrl.rollouts.vllm import Sums, Tokens
+
+CHUNK = 64 * 2**20
+"""Bytes of a checkpoint that travel at once."""
+
+
+@dataclass
+class Reply:
+    """What comes back from an agent's process."""
+
+    value: Any
+    seconds: float
+    peak_memory: float | None
+    """GiB of GPU memory during the call."""
+    resident: float
+    """GiB, the most so far."""
+    warnings: list[str]
+
+
+class Kept(logging.Handler):
+    """Keeps warnings until the next reply takes them along."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class AgentProcess:
+    """The other side of `RayExecutor`: an agent or a rank of it. It does one thing at a time, in the order asked."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+        self.warnings = Kept()
+        logging.getLogger("hacrl").addHandler(self.warnings)
+        self.files: tempfile.TemporaryDirectory[str] | None = None
+
+    def place(self) -> tuple[str, str, int]:
+        """Id and address of the node, and the process."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+
+    def free_port(self) -> int:
+        with socket.create_server(("", 0)) as server:
+            port: int = server.getsockname()[1]
+        return port
+
+    def open(self, version: str, member: Member, sampler: Any) -> Reply:
+        """Load the model; the answer is whether it has a chat template. `sampler`: a `SamplerProcess` or None."""
+        if version != __version__:
+            raise UserError(
+                f"Agent {member.config.id}: hacrl is {__version__} on its node and {version} here. "
+                "Install the same on all."
+            )
+        self.member = member
+        self.agent = member.agent(None if sampler is None else RemoteSampler(sampler, member.config))
+        return self._reply(lambda: self.agent.has_chat_template)
+
+    def call(self, name: str, *args: Any) -> Reply:
+        return self._reply(lambda: self.member.ask(self.agent, name, *args))
+
+    def learn(self, lesson: Lesson, rows: list[tuple[int, int]], *parts: list[Rollout]) -> Reply:
+        """`rows` says where each rollout of the lesson is: in which part, and at which place there."""
+        return self.call("learn", replace(lesson, rollouts=[parts[part][place] for part, place in rows]))
+
+    def save(self, folder: str | None) -> Reply:
+        """Into this folder; without one, into files that `read` reads."""
+        if folder is None:
+            self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
+            (self._root / "state").mkdir()
+        return self.call("save", *files_of(Path(folder or self._root), self.member.config.id))
+
+    def file_names(self) -> list[str]:
+        if self.files is None:
+            return []
+        return [str(path.relative_to(self._root)) for path in sorted(self._root.rglob("*")) if path.is_file()]
+
+    def read(self, name: str, offset: int) -> bytes:
+        with (self._root / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK)
+
+    def write(self, name: str, chunk: bytes) -> None:
+        """Append to a file that `load` will look at."""
+        if self.files is None:
+            self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(chunk)
+
+    def load(self, folder: str | None) -> Reply:
+        return self.call("load", *files_of(Path(folder or self._root), self.member.config.id))
+
+    def forget_files(self) -> None:
+        if self.files is not None:
+            self.files.cleanup()
+            self.files = None
+
+    @property
+    def _root(self) -> Path:
+        assert self.files is not None
+        return Path(self.files.name)
+
+    def _reply(self, work: Callable[[], Any]) -> Reply:
+        on_gpu = self.agent.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.agent.device)
+        start = time.perf_counter()
+        value = work()
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated(self.agent.device) / 2**30 if on_gpu else None
+        warnings, self.warnings.messages = self.warnings.messages, []
+        return Reply(value, seconds, peak, peak_resident_gib(), warnings)
+
+
+class SamplerProcess:
+    """vLLM of one agent, in a process of its own."""
+
+    def open(self, config: AgentConfig) -> None:
+        self.vllm = vllm_of(config)
+
+    def ask(self, name: str, *args: Any) -> Any:
+        return getattr(self.vllm, name)(*args)
+
+
+class RemoteSampler:
+    """`SamplerProcess` from the agent's process."""
+
+    def __init__(self, actor: Any, config: AgentConfig) -> None:
+        self.actor = actor
+        answer_of(actor.open.remote(config))
+
+    def reload(self, weights: dict[str, Tensor]) -> None:
+        # Many are views of joined matrices, which would travel whole with each; tied ones are one tensor.
+        copies = {(w.data_ptr(), w.shape): w.to("cpu", copy=True) for w in weights.values()}
+        by_name = {name: copies[w.data_ptr(), w.shape] for name, w in weights.items()}
+        answer_of(self.actor.ask.remote("reload", by_name))
+
+    def checksums(self) -> Sums:
+        sums: Sums = answer_of(self.actor.ask.remote("checksums"))
+        return sums
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        logprobs: list[float] = answer_of(self.actor.ask.remote("logprobs", ids))
+        return logprobs
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
+    ) -> list[list[Tokens]]:
+        groups: list[list[Tokens]] = answer_of(self.actor.ask.remote("generate", prompts, params, stop_ids, seed))
+        return groups
+
+
+def answer_of(asked: Any) -> Any:
+    """What a process answers; an error of its own is raised as it was there."""
+    try:
+        return ray.get(asked)
+    except exceptions.RayTaskError as error:
+        raise error.cause from error

@@ -1,0 +1,81 @@
+"""Settings as they are given, before anything is checked: presets, YAML files and `key=value`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hacrl.errors import UserError, nearest
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
+    path = Path(source)
+    if str(source) in preset_names():
+        path = PRESETS / f"{source}.yaml"
+    elif not path.is_file():
+        if (path / "config.yaml").is_file():
+            raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
+        if path.suffix in (".yaml", ".yml") or path.parent != Path():
+            raise UserError(
+                f"There is no file {path}. A preset ({', '.join(preset_names())}) or a YAML file is needed."
+            )
+        raise UserError(f"{str(source)!r} is neither a file nor a preset{nearest(str(source), preset_names())}")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or the date 2026-13-01
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold keys and values (algorithm, agents, task, ...).")
+    return data, str(source)
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`a.b.c=value`; the last one wins; another algorithm.name starts from that algorithm's defaults."""
+    pairs: list[tuple[list[str], Any]] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r} is not of the form key=value, for example algorithm.alpha=3.")
+        try:
+            pairs.append((key.split("."), yaml.safe_load(text)))
+        except (yaml.YAMLError, ValueError) as error:
+            raise UserError(f"The value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
+    pairs = [pair for i, pair in enumerate(pairs) if all(pair[0] != later for later, _ in pairs[i + 1 :])]
+    # The name decides which options exist, so it comes before them wherever it stands.
+    pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
+    for path, value in pairs:
+        section = data.get("algorithm")
+        renamed = path == ["algorithm", "name"] and not (isinstance(section, dict) and section.get("name") == value)
+        if renamed or (path == ["algorithm"] and isinstance(value, str)):
+            data = {**data, "algorithm": {"name": value}}
+        else:
+            data = _replace(data, path, value, ".".join(path))
+    return data
+
+
+def _replace(node: Any, path: Sequence[str], value: Any, where: str) -> Any:
+    """A copy of the tree with one place changed. List items are found by position or by their id."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(node, list):
+        ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(node)]
+        # An id may have dots itself: the longest that fits is meant.
+        parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
+        key, rest = ".".join(path[:parts]), path[parts:]
+        position = ids.index(key) if key in ids else int(key) if key.isdecimal() else -1
+        if not 0 <= position < len(node):
+            raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
+        return [_replace(item, rest, value, where) if i == position else item for i, item in enumerate(node)]
+    if node is None:
+        node = {}
+    if not isinstance(node, dict):
+        raise UserError(f"{where}: {key!r} cannot be set, because its parent is the value {node!r}.")
+    return {**node, key: _replace(node.get(key), rest, value, where)}
