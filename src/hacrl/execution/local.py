@@ -1,6 +1,5 @@
 """All agents in this process: side by side on a CPU, one after the other on a GPU."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from hacrl.agents.loading import Bases
 from hacrl.agents.sharded import ShardedAgent
 from hacrl.config import RunConfig
 from hacrl.execution.executor import files_of
-from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
+from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
@@ -116,15 +115,9 @@ class LocalExecutor:
         return [result for result, _ in timed]
 
     def _timed(self, agent: AnyAgent, work: Callable[[AnyAgent], T]) -> tuple[T, float]:
-        on_gpu = agent.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(agent.device)
         self.on_agent(agent.config.id, True)
-        start = time.perf_counter()
-        result = work(agent)
-        seconds = time.perf_counter() - start
+        result, seconds, peak = measured(agent.device, lambda: work(agent))
         self.on_agent(agent.config.id, False)
-        if on_gpu:
-            peak = torch.cuda.max_memory_allocated(agent.device) / 2**30
+        if peak is not None:
             self.peak_memory[agent.index] = max(self.peak_memory[agent.index] or 0.0, peak)
         return result, seconds

@@ -1,12 +1,19 @@
-"""How much memory the process took, and what the C library does with what is freed."""
+"""What work took, in time and memory, and what the C library does with memory that is freed."""
 
 import ctypes
 import resource
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
+
+T = TypeVar("T")
 
 
 def keep_freed_memory() -> None:
@@ -33,3 +40,14 @@ def peak_resident_gib() -> float:
         return int(line.split()[1]) / 2**20
     unit = 2**30 if sys.platform == "darwin" else 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def measured(device: torch.device, work: Callable[[], T]) -> tuple[T, float, float | None]:
+    """The result, seconds, and the peak in GiB of the GPU's memory; None on a CPU."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    return result, seconds, torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None

@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from hacrl.agents.sharded import Member
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.execution.executor import files_of
-from hacrl.execution.memory import keep_freed_memory, peak_resident_gib
+from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sums, Tokens
@@ -132,13 +131,7 @@ class AgentProcess:
         return Path(self.files.name)
 
     def _reply(self, work: Callable[[], Any]) -> Reply:
-        on_gpu = self.agent.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.agent.device)
-        start = time.perf_counter()
-        value = work()
-        seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated(self.agent.device) / 2**30 if on_gpu else None
+        value, seconds, peak = measured(self.agent.device, work)
         warnings, self.warnings.messages = self.warnings.messages, []
         return Reply(value, seconds, peak, peak_resident_gib(), warnings)
 
