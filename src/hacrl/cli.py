@@ -343,18 +343,19 @@ def print_plan(config: RunConfig) -> None:
     plans = plan(config)
     print(config.to_yaml())
     table = Table(title="Per step", title_justify="left")
-    names = ("agent", "parameters", "rollouts sampled", "rollouts used", "updates", "memory (GiB, estimate)")
-    for name in names:
+    for name in ("agent", "parameters", "rollouts sampled", "rollouts used", "updates"):
         table.add_column(name, justify="left" if name == "agent" else "right")
     for row in plans:
-        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
-        memory = f"{sum(row.memory.values()):.2f} = {parts}"
-        if row.host_memory:
-            memory += f"; {row.host_memory:.2f} in the computer's memory"
         parameters = f"{row.parameters:,}" + (f" + {row.adapters:,} in adapters" if row.adapters else "")
         counts = (row.rollouts_sampled, row.rollouts_used, row.updates)
-        table.add_row(row.id, parameters, *[f"{count:,}" for count in counts], memory)
+        table.add_row(row.id, parameters, *[f"{count:,}" for count in counts])
     console.print(table)
+    for row in plans:
+        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
+        memory = f"{row.id}: memory (GiB, estimate) {sum(row.memory.values()):.2f} = {parts}"
+        if row.host_memory:
+            memory += f"; {row.host_memory:.2f} in the computer's memory"
+        console.print(memory, highlight=False, markup=False, soft_wrap=True)
     times = Table(title="Seconds of a step (estimate)", title_justify="left")
     for name in ("agent", "device", "sampling", "learning"):
         times.add_column(name, justify="right" if name.endswith("ing") else "left")
