@@ -360,6 +360,8 @@ class RunConfig(Settings):
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
+    save_final: bool = True
+    """False: none at the end. For studies whose models nobody needs: weights and optimizer of many runs fill a disk."""
     save_total_limit: Positive | None = None
     """How many checkpoints are kept, besides the best."""
     keep_best: bool = False

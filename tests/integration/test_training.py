@@ -215,6 +215,13 @@ def test_old_checkpoints_go_and_the_best_stays(make_config: MakeConfig) -> None:
     assert steps == sorted({4, 5, result.summary["best_step"]} | ({3} if result.summary["best_step"] > 3 else set()))
 
 
+@pytest.mark.parametrize(("save_every", "steps"), [(0, []), (2, [2])])
+def test_a_run_may_end_without_a_checkpoint(make_config: MakeConfig, save_every: int, steps: list[int]) -> None:
+    result = train(make_config(max_steps=3, save_every=save_every, save_final=False))
+    assert [step_of(path) for path in complete_checkpoints(result.run_dir)] == steps
+    assert result.summary["steps"] == 3
+
+
 def test_three_updates_that_are_not_finite_end_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
     """Weights with a NaN: nothing is updated, and the last good checkpoint stays whole."""
     config = make_config("llama-plus", algorithm={"name": "gspo"}, max_steps=1, save_every=1)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from reasoning_gym.arithmetic.leg_counting import ANIMALS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hacrl.tasks.gym import GymTask
 
-ROWS = 6000
+ROWS = 8000
 VOCABULARY = 1024
 
 
@@ -32,32 +33,26 @@ def chain_sum(question: dict[str, Any]) -> list[str]:
     return lines
 
 
-def products(question: dict[str, Any]) -> list[str]:
-    a, b = map(int, question["expression"].split(" * "))
-    tens, ones = b - b % 10, b % 10
-    parts = [part for part in (tens, ones) if part] or [0]
-    lines = [f"{a} * {part} = {a * part}" for part in parts]
-    return [*lines, f"{a * tens} + {a * ones} = {a * b}"] if len(parts) == 2 else lines
+def leg_counting(question: dict[str, Any]) -> list[str]:
+    parts = [(count, ANIMALS[animal]) for animal, count in question["animals"].items()]
+    products = [count * legs for count, legs in parts]
+    lines = [f"{count} * {legs} = {count * legs}" for count, legs in parts]
+    return [*lines, f"{' + '.join(map(str, products))} = {sum(products)}"]
 
 
 def spell_backward(question: dict[str, Any]) -> list[str]:
     return [" ".join(question["word"]), " ".join(reversed(question["word"]))]
 
 
-def gcd(question: dict[str, Any]) -> list[str]:
-    a, b = question["numbers"]
-    lines = []
-    while b:
-        lines.append(f"{a} % {b} = {a % b}")
-        a, b = b, a % b
-    return lines
+def number_filtering(question: dict[str, Any]) -> list[str]:
+    return []  # nothing to compute on the way
 
 
 WORKED: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "chain_sum": chain_sum,
-    "products": products,
+    "leg_counting": leg_counting,
     "spell_backward": spell_backward,
-    "gcd": gcd,
+    "number_filtering": number_filtering,
 }
 
 

@@ -98,14 +98,14 @@ class View:
         seconds = (self.config.max_steps - self.step) * fmean(self._plain)
         if self.config.eval_every != 1:
             seconds += self._due(self.config.eval_every) * self._evaluation
-        return seconds + self._due(self.config.save_every) * self.save_seconds
+        return seconds + self._due(self.config.save_every, at_the_end=self.config.save_final) * self.save_seconds
 
-    def _due(self, every: int) -> int:
-        """How often something will be done that is done every so many steps, and at the last."""
+    def _due(self, every: int, *, at_the_end: bool = True) -> int:
+        """How often something will be done that is done every so many steps, and perhaps at the last."""
         last = self.config.max_steps
         if not every:
-            return 1
-        return last // every - self.step // every + (last % every != 0)
+            return int(at_the_end)
+        return last // every - self.step // every + (at_the_end and last % every != 0)
 
     # --- how it looks ------------------------------------------------------------------------------
 

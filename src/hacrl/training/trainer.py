@@ -96,7 +96,8 @@ class Trainer:
             self._log({"step": self.step, **metrics})
             for warning in self.check.warnings(metrics):
                 warn(f"Step {self.step}: {warning}")
-            if self._due(self.config.save_every) or (due and self.config.keep_best and self.step == self._best_step()):
+            best = due and self.config.keep_best and self.step == self._best_step()
+            if best or self._due(self.config.save_every, at_the_end=self.config.save_final):
                 self.save()
         summary = self.summary()
         self.run.write_summary(summary)
@@ -377,8 +378,8 @@ class Trainer:
         means = {step: float(np.mean([own[step] for own in self.accuracy])) for step in sorted(steps)}
         return max(means, key=means.__getitem__) if means else None
 
-    def _due(self, every: int) -> bool:
-        return self.step == self.config.max_steps or (every > 0 and self.step % every == 0)
+    def _due(self, every: int, *, at_the_end: bool = True) -> bool:
+        return (at_the_end and self.step == self.config.max_steps) or (every > 0 and self.step % every == 0)
 
     # --- files -------------------------------------------------------------------------------------
 
