@@ -246,6 +246,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             "num_generations": 8,
             "max_prompt_length": 32,
             "max_completion_length": 8,
+            "eval_samples": 2,
             "dynamic_sampling": True,
             "dynamic_sampling_rounds": 1,
             "max_steps": 1,

@@ -458,7 +458,8 @@ def main() -> None:
         advice = "Checkpoints are intact: start a new run whose agents' model is RUN/checkpoint-STEP/agents/ID, with a"
         fail(f"{error} {advice} smaller learning_rate.", 1)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's own class, without importing torch here
+        # torch's own class, without importing torch here; CUDA itself says it in words
+        if type(error).__name__ != "OutOfMemoryError" and "out of memory" not in str(error):
             raise
         fail(f"Out of memory ({error}). Lower micro_batch_size or sampling_batch_size, or give each agent its GPU.", 2)
     except OSError as error:

@@ -358,6 +358,8 @@ class RunConfig(Settings):
     max_steps: Positive = 60
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
+    eval_samples: Count = 0
+    """So many answers to each held-out problem are also sampled as in training: what the reward is on average."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
     save_final: bool = True

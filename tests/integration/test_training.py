@@ -215,6 +215,16 @@ def test_old_checkpoints_go_and_the_best_stays(make_config: MakeConfig) -> None:
     assert steps == sorted({4, 5, result.summary["best_step"]} | ({3} if result.summary["best_step"] > 3 else set()))
 
 
+def test_held_out_answers_are_also_sampled(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Almost without temperature they are the greedy ones; at temperature 2 they are worse."""
+    changes: dict[str, Any] = {"max_steps": 1, "eval_samples": 2, "task": {"name": "arithmetic", "eval_size": 40}}
+    cold = train(make_config(**changes, temperature=1e-3, max_logprob_gap=100.0)).summary["agents"].values()
+    assert all(agent["start_sampled"] == agent["start_accuracy"] > 0 for agent in cold)
+    hot = train(make_config(**changes, temperature=2.0, output_dir=str(tmp_path / "hot"))).summary["agents"].values()
+    assert [agent["start_accuracy"] for agent in hot] == [agent["start_accuracy"] for agent in cold]
+    assert all(agent["start_sampled"] < agent["start_accuracy"] / 2 for agent in hot)
+
+
 @pytest.mark.parametrize(("save_every", "steps"), [(0, []), (2, [2])])
 def test_a_run_may_end_without_a_checkpoint(make_config: MakeConfig, save_every: int, steps: list[int]) -> None:
     result = train(make_config(max_steps=3, save_every=save_every, save_final=False))

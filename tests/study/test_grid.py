@@ -151,6 +151,7 @@ def test_the_zoo_study_has_what_it_promises() -> None:
         ({"seeds": True}, ("seeds", "number")),
         ({"baseline": "hacpoo"}, ("baseline", "did you mean hacpo?")),
         ({"interval": "normal"}, ("interval",)),
+        ({"metric": "final_sampled"}, ("final_sampled", "settings.eval_samples")),
         ({"name": "a/b"}, ("name",)),
         ({"base": {**BASE, "agents": [{"id": "all", "model": "zoo:llama-plus"}]}}, ("all",)),
         ({"base": {**BASE, "task": {"train": "x.jsonl", "reward": "exact"}}}, ("task.eval",)),

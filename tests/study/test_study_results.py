@@ -44,6 +44,8 @@ def summary(variant: str, seed: int) -> dict[str, Any]:
             "model": "zoo:x",
             "start_accuracy": 0.4,
             "final_accuracy": final,
+            "start_sampled": 0.3,
+            "final_sampled": final - (0.25 if variant == "hacpo" else 0.1),
             "rollouts": 100,
             "tokens": 1000 + 100 * seed,
             "tokens_trained": 2000,
@@ -156,6 +158,16 @@ def test_another_baseline_turns_the_signs(tmp_path: Path) -> None:
         assert [row[name] for row in one] == pytest.approx([-row[name] for row in other])
     assert [row["p"] for row in one] == [row["p"] for row in other]
     assert [(row["low"], row["high"]) for row in one] == [pytest.approx((-row["high"], -row["low"])) for row in other]
+
+
+def test_sampled_answers_on_request(tmp_path: Path) -> None:
+    study = make(tmp_path, metric="final_sampled", settings={"eval_samples": 4})
+    finish(study)
+    found = collect(study, {}, {})
+    assert found["metric"] == "final_sampled"
+    of_a = row(found["agents"], agent="a", variant="hacpo")
+    assert (of_a["start"], of_a["mean"]) == (0.3, pytest.approx(0.35))
+    assert row(found["comparisons"], agent="a", variant="hacpo", pair="main")["difference"] == pytest.approx(-0.07)
 
 
 def test_bootstrap_intervals_on_request(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -136,6 +137,7 @@ def test_a_run_with_mixture_and_curriculum_resumes_to_the_same_numbers(make_conf
     }
     task = {"mixture": [gym, {"name": "arithmetic", "weight": 2}], "eval_size": 9}
     changes = {"task": task, "save_every": 1, "max_prompt_length": 128, "prompts_per_step": 3, "eval_every": 1}
+    changes["eval_samples"] = 2
     whole = train(make_config(**changes, max_steps=4, output_dir=str(tmp_path / "whole"))).run_dir
     run_dir = train(make_config(**changes, max_steps=2)).run_dir
     train(resumed_config(run_dir, ["max_steps=4"]), resume=True)
@@ -147,11 +149,19 @@ def test_a_run_with_mixture_and_curriculum_resumes_to_the_same_numbers(make_conf
     for agent in ("agent0", "agent1"):
         parts = [lines[0][f"{agent}/eval_accuracy/{part}"] for part in ("chain_sum", "arithmetic")]
         assert lines[0][f"{agent}/eval_accuracy"] == pytest.approx((3 * parts[0] + 6 * parts[1]) / 9)
+        parts = [lines[0][f"{agent}/eval_sampled/{part}"] for part in ("chain_sum", "arithmetic")]
+        assert lines[0][f"{agent}/eval_sampled"] == pytest.approx((3 * parts[0] + 6 * parts[1]) / 9)
+    of_part: dict[str, list[float]] = {}
+    for line in rollouts(run_dir):
+        if line["source"] == "agent1":
+            of_part.setdefault(line["prompt_id"].partition("/")[0], []).append(line["reward"])
+    for part, rewards in of_part.items():
+        assert lines[3][f"agent1/reward/{part}"] == pytest.approx(sum(rewards) / len(rewards))
     for path in sorted((whole / "rollouts").iterdir()):
         assert (run_dir / "rollouts" / path.name).read_bytes() == path.read_bytes()
     prompts = {line["prompt_id"].partition("/")[0] for line in rollouts(run_dir)}
     assert prompts == {"chain_sum", "arithmetic"}
 
 
-def rollouts(run_dir: Path) -> list[dict[str, str]]:
+def rollouts(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "rollouts" / "step-000003.jsonl").read_text("utf-8").splitlines()]

@@ -19,7 +19,7 @@ from hacrl.errors import UserError
 from hacrl.rollouts.engine import Engine, SamplingParams
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
-from hacrl.seeding import ADAPTER, SAMPLE, derive_seed
+from hacrl.seeding import ADAPTER, EVALUATE, SAMPLE, derive_seed
 from hacrl.tasks.problem import Problem, Prompt
 
 
@@ -108,15 +108,7 @@ class Agent:
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
         """`num_generations` rollouts of each problem, in order."""
-        config = self.config
-        params = SamplingParams(
-            config.num_generations,
-            config.max_completion_length,
-            config.temperature,
-            config.top_p,
-            config.top_k,
-            tuple(config.stop),
-        )
+        params = self._params(self.config.num_generations)
         prompts = [self.prompt_ids(problem) for problem in problems]
         seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
         rollouts = []
@@ -143,16 +135,31 @@ class Agent:
                 )
         return rollouts
 
+    def _params(self, num_generations: int) -> SamplingParams:
+        config = self.config
+        return SamplingParams(
+            num_generations,
+            config.max_completion_length,
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            tuple(config.stop),
+        )
+
     def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
         """Rollouts of a step before which there are updates to be made."""
         rollouts = self.sample(problems, step, 0)
         self.learner.score_ahead(rollouts, [self.prompt_ids(problem) for problem in problems])
         return rollouts
 
-    def answer(self, problems: Sequence[Problem]) -> list[str]:
-        """One greedy answer to each problem."""
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
+        """One answer to each problem: the greedy one, or one that is sampled as in training."""
         params = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop))
-        groups = self.engine.sample([self.prompt_ids(problem) for problem in problems], params, seed=0)
+        if sampled:
+            params = self._params(1)
+        # The same random numbers in each evaluation: what changes is the policy.
+        seed = derive_seed(self.seed, EVALUATE, self.index) if sampled else 0
+        groups = self.engine.sample([self.prompt_ids(problem) for problem in problems], params, seed)
         return [decode(self.tokenizer, completion.content_ids) for (completion,) in groups]
 
     # --- learning ----------------------------------------------------------------------------------

@@ -142,10 +142,10 @@ class RankAgent(Agent):
         self.learner.score_ahead(rollouts, [self.prompt_ids(problem) for problem in problems])
         return rollouts
 
-    def answer(self, problems: Sequence[Problem]) -> list[str]:
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
         own = problems[self.team.rank :: self.team.size]
         with self.whole.gathered():
-            return super().answer(own) if own else []
+            return super().answer(own, sampled) if own else []
 
     def save(self, model_dir: Path, state_file: Path) -> None:
         state = self.weights.state_dict(self.model)
@@ -288,8 +288,8 @@ class ShardedAgent:
         rollouts: list[Rollout] = self._call("sample_ahead", problems, step)
         return rollouts
 
-    def answer(self, problems: Sequence[Problem]) -> list[str]:
-        answers: list[str] = self._call("answer", problems)
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
+        answers: list[str] = self._call("answer", problems, sampled)
         return answers
 
     def learn(self, lesson: Lesson) -> LearnResult:

@@ -12,6 +12,8 @@ from hacrl.decoder.backbone import Backbone
 from hacrl.decoder.packing import Packed
 
 MAX_GRAPHS = 32
+STARVED = 512 << 20
+"""With so few bytes free a CUDA library can fail without saying that memory is what it lacks."""
 
 
 @dataclass
@@ -107,6 +109,12 @@ class GraphedScorer(Scorer):
             chain: BaseException | None = error  # the end of a capture hides why it failed
             while chain is not None and not isinstance(chain, torch.OutOfMemoryError):
                 chain = chain.__context__
+            free = torch.cuda.mem_get_info(self.backbone.device)[0]
+            if chain is None and free < STARVED:  # other processes may have taken the memory in the meantime
+                chain = torch.OutOfMemoryError(
+                    f"a pass could not be captured, and {free >> 20} MiB of GPU memory are free: "
+                    f"{str(error).splitlines()[0]}"
+                )
             raise (chain or error) from None
 
     def _captured(self, packed: Packed, temperature: float) -> Captured:

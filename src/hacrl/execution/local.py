@@ -81,8 +81,8 @@ class LocalExecutor:
             on_sampled(rollouts)
             return self._note_seconds([future.result() for future in learning])
 
-    def answer(self, problems: Sequence[Problem]) -> list[list[str]]:
-        return self._each(lambda agent: agent.answer(problems))
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[list[str]]:
+        return self._each(lambda agent: agent.answer(problems, sampled))
 
     def save(self, folder: Path) -> None:
         for agent in self.agents:

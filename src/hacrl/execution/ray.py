@@ -217,8 +217,8 @@ class RayExecutor:
         on_sampled(self._gather("sample_ahead", sampling))
         return self._gather("learn", learning)
 
-    def answer(self, problems: Sequence[Problem]) -> list[list[str]]:
-        return self._call("answer", ray.put(problems))
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[list[str]]:
+        return self._call("answer", ray.put(problems), sampled)
 
     def save(self, folder: Path) -> None:
         """Agents on this node write into the folder; files of the others come here in pieces."""

@@ -45,6 +45,8 @@ class StudyConfig(Strict):
     """A list, or how many from 0 on."""
     baseline: str | None = None
     """What the others are compared with: ALGORITHM or ALGORITHM+OPTION; default: the first."""
+    metric: Literal["final_accuracy", "final_sampled"] = "final_accuracy"
+    """What is compared: greedy accuracy, or what `eval_samples` found."""
     interval: Literal["t", "bootstrap"] = "t"
     """How the 95 % intervals over seeds are made."""
     jobs: Positive | None = None
@@ -228,7 +230,7 @@ class Study:
             for variant, (algorithm, option) in config.variants.items():
                 where = f"{config.name}: {pair}/{variant}"
                 first = RunConfig.from_dict(run_settings(config, over_base, algorithm, option, where), where)
-                check_comparable(first, where)
+                check_comparable(config, first, where)
                 for seed in config.seeds:
                     folder = config.folder / "runs" / pair / variant / f"seed-{seed}"
                     run = first.model_copy(update={"seed": seed, "output_dir": str(folder)})
@@ -295,8 +297,10 @@ def enlarge(data: dict[str, Any], times: int) -> dict[str, Any]:
     return enlarged(data, data.get("num_generations", RunConfig.model_fields["num_generations"].default))
 
 
-def check_comparable(config: RunConfig, where: str) -> None:
-    if not config.task.has_heldout:
+def check_comparable(study: StudyConfig, run: RunConfig, where: str) -> None:
+    if not run.task.has_heldout:
         raise UserError(f"{where}: a study compares accuracy on held-out problems; set task.eval.")
-    if "all" in [agent.id for agent in config.agents]:
+    if study.metric == "final_sampled" and not run.eval_samples:
+        raise UserError(f"{where}: metric final_sampled needs answers that are sampled; set settings.eval_samples.")
+    if "all" in [agent.id for agent in run.agents]:
         raise UserError(f"{where}: an agent cannot be called all, which is the mean over agents. Choose another id.")

@@ -48,7 +48,7 @@ def collect(study: Study, running: dict[str, str], errors: dict[str, str]) -> di
     return {
         "name": study.config.name,
         "title": study.config.title,
-        "metric": "final_accuracy",
+        "metric": study.config.metric,
         "interval": study.config.interval,
         "baseline": study.baseline,
         "pairs": study.pairs,
@@ -108,14 +108,15 @@ def done(study: Study, pair: str, variant: str, summaries: Summaries) -> dict[in
 
 def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summaries) -> dict[str, Any]:
     own = {seed: summary["agents"][agent] for seed, summary in done(study, pair, variant, summaries).items()}
-    judged = {seed: row for seed, row in own.items() if row["final_accuracy"] is not None}
-    values = {str(seed): row["final_accuracy"] for seed, row in judged.items()}
+    metric = study.config.metric
+    judged = {seed: row for seed, row in own.items() if row.get(metric) is not None}
+    values = {str(seed): row[metric] for seed, row in judged.items()}
     low, high = interval(study, list(values.values()))
     return {
         "pair": pair,
         "variant": variant,
         "agent": agent,
-        "start": mean([row["start_accuracy"] for row in judged.values()]),
+        "start": mean([row[metric.replace("final", "start")] for row in judged.values()]),
         "values": values,
         "mean": mean(list(values.values())),
         "low": low,

@@ -14,6 +14,7 @@ import numpy as np
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Advantages
 from hacrl.rollouts.rollout import Rollout
+from hacrl.tasks.problem import Problem
 
 Metrics = dict[str, float]
 
@@ -39,6 +40,16 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         metrics["reward_std"] = float(np.mean([np.std(g, ddof=1) if len(g) > 1 else 0.0 for g in groups.values()]))
         metrics["frac_reward_zero_std"] = float(np.mean([max(g) == min(g) for g in groups.values()]))
     return metrics
+
+
+def reward_of_parts(rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Metrics:
+    """One agent's mean reward on the problems of each part of a mixture."""
+    by_part: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        part = problems[rollout.prompt_index].part
+        if part is not None and rollout.reward is not None:
+            by_part.setdefault(part, []).append(rollout.reward)
+    return {f"reward/{part}": float(np.mean(rewards)) for part, rewards in by_part.items()}
 
 
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:

@@ -23,8 +23,8 @@ from hacrl.training.trainer import Trainer, Watcher
 from hacrl.yaml_settings import apply_overrides
 
 RESUMABLE_CHANGES = {
-    *("max_steps", "eval_every", "save_every", "save_final", "save_total_limit", "keep_best", "trace", "report_to"),
-    *("execution", "ray"),
+    *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
+    *("trace", "report_to", "execution", "ray"),
 }
 """What may be changed when a run is continued; anything else would make it another run."""
 

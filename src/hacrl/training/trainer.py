@@ -29,6 +29,7 @@ from hacrl.training.metrics import (
     baseline_metrics,
     learning_metrics,
     pair_metrics,
+    reward_of_parts,
     sampling_metrics,
     uses,
 )
@@ -74,6 +75,7 @@ class Trainer:
         self.times = [{"sample_seconds": 0.0, "learn_seconds": 0.0} for _ in self.ids]
         """Seconds each agent sampled and learned."""
         self.accuracy: list[dict[int, float]] = [{} for _ in self.ids]
+        self.sampled: list[dict[int, float]] = [{} for _ in self.ids]
         """Held-out accuracy of each agent by step."""
         self.seconds = 0.0
         self.check = CollaborationCheck(self.ids)
@@ -129,6 +131,7 @@ class Trainer:
             self.times[k]["learn_seconds"] += learn_seconds[k]
             agent_metrics: dict[str, Any] = {
                 **sampling_metrics(rollouts[k]),
+                **reward_of_parts(rollouts[k], problems),
                 **learning_metrics(results[k], lessons[k], k),
                 **baseline_metrics(advantages[k]),
                 "capability": capabilities[k],
@@ -351,25 +354,38 @@ class Trainer:
     # --- held-out problems -------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, Any]:
-        """Greedy accuracy of every agent on the held-out problems: the mean reward of what was judged."""
+        """Accuracy of every agent on the held-out problems: greedy and, if asked for, sampled as in training."""
         problems = self.task.eval_problems
         if not problems:
             return {}
         self.watcher.on_phase("evaluating")
+        metrics = self._evaluate(problems, "eval_accuracy", self.accuracy)
+        if self.config.eval_samples:
+            greedy_seconds = list(self.executor.seconds)
+            metrics |= self._evaluate(problems * self.config.eval_samples, "eval_sampled", self.sampled, sampled=True)
+            for k, seconds in enumerate(greedy_seconds):
+                metrics[f"{self.ids[k]}/time/eval"] += seconds
+        return metrics
+
+    def _evaluate(
+        self, problems: list[Problem], name: str, history: list[dict[int, float]], sampled: bool = False
+    ) -> dict[str, Any]:
+        """The mean reward of what was judged, of all problems and of each part of a mixture."""
         metrics: dict[str, Any] = {}
-        for k, texts in enumerate(self.executor.answer(problems)):
+        for k, texts in enumerate(self.executor.answer(problems, sampled)):
             by_part: dict[str | None, list[float]] = {}
             for problem, verdict in zip(problems, self.task.score(problems, texts), strict=True):
                 if verdict.reward is not None:
                     by_part.setdefault(problem.part, []).append(verdict.reward)
             judged = [reward for rewards in by_part.values() for reward in rewards]
-            metrics[f"{self.ids[k]}/eval_unverified"] = len(problems) - len(judged)
+            unverified = "eval_sampled_unverified" if sampled else "eval_unverified"
+            metrics[f"{self.ids[k]}/{unverified}"] = len(problems) - len(judged)
             metrics[f"{self.ids[k]}/time/eval"] = self.executor.seconds[k]
             if judged:
-                metrics[f"{self.ids[k]}/eval_accuracy"] = self.accuracy[k][self.step] = float(np.mean(judged))
+                metrics[f"{self.ids[k]}/{name}"] = history[k][self.step] = float(np.mean(judged))
             for part, rewards in by_part.items():
                 if part is not None:
-                    metrics[f"{self.ids[k]}/eval_accuracy/{part}"] = float(np.mean(rewards))
+                    metrics[f"{self.ids[k]}/{name}/{part}"] = float(np.mean(rewards))
         return metrics
 
     def _best_step(self) -> int | None:
@@ -411,6 +427,7 @@ class Trainer:
             "totals": self.totals,
             "times": self.times,
             "accuracy": [list(own.items()) for own in self.accuracy],
+            "sampled": [list(own.items()) for own in self.sampled],
             "seconds": self.seconds,
             "random": global_random_state(),
             # The problems can be drawn again; the policy that sampled these rollouts is gone.
@@ -430,6 +447,7 @@ class Trainer:
         self.totals = [Counter(own) for own in state["totals"]]
         self.times = state["times"]
         self.accuracy = [dict(own) for own in state["accuracy"]]
+        self.sampled = [dict(own) for own in state.get("sampled", [])] or self.sampled
         ahead = state["ahead"]
         if ahead is not None:
             count = self.config.prompts_per_step
@@ -441,11 +459,10 @@ class Trainer:
     def summary(self) -> dict[str, Any]:
         agents = {}
         for k, agent in enumerate(self.config.agents):
-            steps = sorted(self.accuracy[k])
             agents[agent.id] = {
                 "model": agent.model,
-                "start_accuracy": self.accuracy[k][steps[0]] if steps else None,
-                "final_accuracy": self.accuracy[k][steps[-1]] if steps else None,
+                **first_and_last(self.accuracy[k], "accuracy"),
+                **(first_and_last(self.sampled[k], "sampled") if self.config.eval_samples else {}),
                 **self.totals[k],
                 **self.times[k],
                 "peak_memory_gib": self.executor.peak_memory[k],
@@ -459,6 +476,12 @@ class Trainer:
             "best_step": self._best_step(),
             "agents": agents,
         }
+
+
+def first_and_last(values: dict[int, float], name: str) -> dict[str, float | None]:
+    """Of values by step."""
+    steps = sorted(values)
+    return {f"start_{name}": values[steps[0]] if steps else None, f"final_{name}": values[steps[-1]] if steps else None}
 
 
 def learning_rate(agent: AgentConfig, step: int, max_steps: int) -> float:
