@@ -27,6 +27,8 @@ Completion = str | list[dict[str, str]]
 
 CHILD_MEMORY = 4 << 30
 """Bytes of address space of a process that runs `math` or a scorer of reasoning-gym."""
+BATCH = 16
+"""Completions that such a process judges in one call."""
 GYM = "reasoning-gym"
 """The reward of tasks from reasoning-gym, whose problems have the columns it needs."""
 RESERVED = {"prompt", "prompts", "completion", "completions"}
@@ -224,7 +226,11 @@ class MathPool(Pool):
 
 
 class InManyChildren(Scorer):
-    """`math` and GYM: a call for each completion, several at a time."""
+    """`math` and GYM, several calls at a time.
+
+    A call judges a batch in the time that a single completion may take; if it does not return, each of them gets a
+    call of its own. So the verdicts are those of single calls, without what most calls cost.
+    """
 
     def __init__(self, pool: Pool, columns: Sequence[str]) -> None:
         """The pool's function gets these columns beside the completions."""
@@ -232,12 +238,16 @@ class InManyChildren(Scorer):
 
     def score(self, arguments: dict[str, Any]) -> list[Part]:
         texts = [text_of(completion) for completion in arguments["completions"]]
-        return list(self._pool.threads.map(self._score_one, texts, *(arguments[column] for column in self._columns)))
+        rows = list(zip(texts, *(arguments[column] for column in self._columns), strict=True))
+        batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+        return [part for parts in self._pool.threads.map(self._score_batch, batches) for part in parts]
 
-    def _score_one(self, text: str, *values: Any) -> Part:
-        columns = {name: [value] for name, value in zip(self._columns, values, strict=True)}
-        reply = self._pool.call({"completions": [text], **columns})
-        return Part(reply.values[0]) if reply.outcome == "returned" else _failed(reply)
+    def _score_batch(self, rows: list[tuple[Any, ...]]) -> list[Part]:
+        columns = zip(("completions", *self._columns), map(list, zip(*rows, strict=True)), strict=True)
+        reply = self._pool.call(dict(columns))
+        if reply.outcome == "returned":
+            return [Part(value) for value in reply.values]
+        return [_failed(reply)] if len(rows) == 1 else [part for row in rows for part in self._score_batch([row])]
 
     def close(self) -> None:
         self._pool.close()
