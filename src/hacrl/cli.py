@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hacrl.config import RunConfig
-from hacrl.errors import TrainingDiverged, UserError
+from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, is_out_of_memory
 
 app = typer.Typer(
     help="Heterogeneous agents learn together: reinforcement learning with verifiable rewards, shared rollouts.",
@@ -458,10 +458,10 @@ def main() -> None:
         advice = "Checkpoints are intact: start a new run whose agents' model is RUN/checkpoint-STEP/agents/ID, with a"
         fail(f"{error} {advice} smaller learning_rate.", 1)
     except RuntimeError as error:
-        # torch's own class, without importing torch here; CUDA itself says it in words
-        if type(error).__name__ != "OutOfMemoryError" and "out of memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
-        fail(f"Out of memory ({error}). Lower micro_batch_size or sampling_batch_size, or give each agent its GPU.", 2)
+        advice = "Lower micro_batch_size or sampling_batch_size, or give each agent its GPU."
+        fail(f"Out of memory ({str(error).splitlines()[0]}). {advice}", OUT_OF_MEMORY)
     except OSError as error:
         if error.errno in OUT_OF_SPACE:
             fail(f"The disk is full ({error}). Free some space; `hacrl train RUN --resume` continues a run.", 2)

@@ -4,6 +4,9 @@ import difflib
 import logging
 from collections.abc import Iterable
 
+OUT_OF_MEMORY = 3
+"""The exit code of a run that lacked memory: it may succeed where less runs beside it."""
+
 
 class UserError(Exception):
     """What is wrong, where, and what to do about it."""
@@ -11,6 +14,12 @@ class UserError(Exception):
 
 class TrainingDiverged(Exception):
     """Three updates in a row had a non-finite loss or gradient."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """torch's own class, without importing torch here; CUDA, and torch on the CPU, say it in words."""
+    words = ("out of memory", "can't allocate memory")
+    return type(error).__name__ == "OutOfMemoryError" or any(said in str(error) for said in words)
 
 
 def warn(message: str) -> None:

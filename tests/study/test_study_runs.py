@@ -166,6 +166,21 @@ def refused_if_changed(folder: Path) -> None:
         with_earlier_threads(StudyConfig.load(folder, ["name=other"]))
 
 
+def test_runs_that_lack_memory_are_tried_again_with_fewer_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    data = study_data(folder, algorithms=["gspo"], seeds=3, settings={"max_completion_length": 10**13})
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(data))
+    code, out, _ = finish(start(str(tmp_path / "s.yaml"), "--jobs", "2"))
+    assert code == 1
+    assert "ran out of memory beside 1 others" in out
+    assert "from now on there are 1 at once" in out
+    assert [row["status"] for row in json.loads((folder / "study.json").read_text())["runs"]] == ["failed"] * 3
+    attempts = [
+        (folder / f"logs/main/gspo/seed-{seed}.log").read_text().count("error Out of memory") for seed in range(3)
+    ]
+    assert sorted(attempts) == [1, 2, 2]  # the third never had company
+
+
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="not empty and not a study"):

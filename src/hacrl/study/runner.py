@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from hacrl.errors import UserError
+from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.study.grid import Run, Study, StudyConfig
 from hacrl.study.results import collect, write_results
 from hacrl.training.progress import duration
@@ -50,6 +50,8 @@ class Child:
     """Where in the log this attempt begins."""
     start: float
     first_step: int
+    at_once: int = 1
+    """The most runs at a time while it went on."""
 
     def last_lines(self) -> str:
         with self.log.open("rb") as file:
@@ -144,7 +146,7 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
 
 class Runner:
     def __init__(self, study: Study, places: Places, console: Console) -> None:
-        self.study, self.places = study, places
+        self.study, self.places, self.jobs = study, places, places.jobs
         self.waiting = [run for run in study.runs if run.summary is None]
         self.children: list[Child] = []
         self.errors: dict[str, str] = {}
@@ -157,8 +159,10 @@ class Runner:
     def go(self) -> None:
         self.write()
         while self.waiting or self.children:
-            while self.waiting and len(self.children) < self.places.jobs:
+            while self.waiting and len(self.children) < self.jobs:
                 self.children.append(self.start(self.waiting.pop(0)))
+            for child in self.children:
+                child.at_once = max(child.at_once, len(self.children))
             ended = [child for child in self.children if child.process.poll() is not None]
             for child in ended:
                 self.end(child)
@@ -195,6 +199,14 @@ class Runner:
 
     def end(self, child: Child) -> None:
         self.close(child)
+        if child.process.returncode == OUT_OF_MEMORY and child.at_once > 1:
+            self.jobs = min(self.jobs, child.at_once - 1)
+            self.waiting.append(child.run)
+            self.view.say(
+                f"{child.run.name} ran out of memory beside {child.at_once - 1} others. It is tried again later, and "
+                f"from now on there are {self.jobs} at once. {child.last_lines().splitlines()[-1]}"
+            )
+            return
         seconds = time.monotonic() - child.start
         summary = child.run.summary
         if child.process.returncode == 0 and summary is not None:
@@ -244,7 +256,7 @@ class Runner:
             busy += time.monotonic() - child.start
             work += max(share, 0.0) * child.run.cost
             left += (1 - steps[child.run.name] / child.run.config.max_steps) * child.run.cost
-        side_by_side = min(self.places.jobs, len(self.waiting) + len(self.children))
+        side_by_side = min(self.jobs, len(self.waiting) + len(self.children))
         return left * busy / work / side_by_side if work > 0 and side_by_side else None
 
 
