@@ -359,11 +359,11 @@ class RunConfig(Settings):
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
     eval_samples: Count = 0
-    """So many answers to each held-out problem are also sampled as in training: what the reward is on average."""
+    """So many answers to each held-out problem are also sampled as in training; their mean reward is `eval_sampled`."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
     save_final: bool = True
-    """False: none at the end. For studies whose models nobody needs: weights and optimizer of many runs fill a disk."""
+    """False: none after the last step, unless `keep_best` wants it. For studies whose models nobody needs."""
     save_total_limit: Positive | None = None
     """How many checkpoints are kept, besides the best."""
     keep_best: bool = False
@@ -421,6 +421,8 @@ class RunConfig(Settings):
                     self.algorithm.check_schedule(self.updates_per_step(agent) * agent.num_iterations)
             except ValueError as error:
                 raise ValueError(f"algorithm: {error}") from error
+        if self.eval_samples and not self.task.has_heldout:
+            raise ValueError("eval_samples: there are no held-out problems to answer; set task.eval")
         if self.keep_best and not self.task.has_heldout:
             raise ValueError("keep_best: the best checkpoint is chosen on held-out problems; set task.eval")
         if self.overlap and self.dynamic_sampling:

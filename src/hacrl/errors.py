@@ -7,6 +7,8 @@ from collections.abc import Iterable
 OUT_OF_MEMORY = 3
 """The exit code of a run that lacked memory: it may succeed where less runs beside it."""
 
+LACK_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
 
 class UserError(Exception):
     """What is wrong, where, and what to do about it."""
@@ -18,8 +20,7 @@ class TrainingDiverged(Exception):
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """torch's own class, without importing torch here; CUDA, and torch on the CPU, say it in words."""
-    words = ("out of memory", "can't allocate memory")
-    return type(error).__name__ == "OutOfMemoryError" or any(said in str(error) for said in words)
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in LACK_OF_MEMORY)
 
 
 def warn(message: str) -> None:

@@ -19,7 +19,7 @@ from hacrl.config import RunConfig
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.tasks.arithmetic import ArithmeticTask, verify
 from hacrl.training.checkpoint import complete_checkpoints, step_of
-from hacrl.training.run import train
+from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 
 
@@ -227,9 +227,13 @@ def test_held_out_answers_are_also_sampled(make_config: MakeConfig, tmp_path: Pa
 
 @pytest.mark.parametrize(("save_every", "steps"), [(0, []), (2, [2])])
 def test_a_run_may_end_without_a_checkpoint(make_config: MakeConfig, save_every: int, steps: list[int]) -> None:
-    result = train(make_config(max_steps=3, save_every=save_every, save_final=False))
+    result = train(make_config(max_steps=4, save_every=save_every, save_final=False))
     assert [step_of(path) for path in complete_checkpoints(result.run_dir)] == steps
-    assert result.summary["steps"] == 3
+    assert result.summary["steps"] == 4
+    if not steps:
+        with pytest.raises(UserError, match="no checkpoint to go on from"):
+            train(resumed_config(result.run_dir, ["max_steps=5"]), resume=True)
+        assert RunDir(result.run_dir).summary() == result.summary
 
 
 def test_three_updates_that_are_not_finite_end_the_run(make_config: MakeConfig, tmp_path: Path) -> None:

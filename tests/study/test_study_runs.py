@@ -1,5 +1,6 @@
 """A real study of tiny runs: interrupted, killed, with runs that fail, and continued."""
 
+import io
 import json
 import os
 import shutil
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from conftest import FAST
 from hacrl.errors import UserError
 from hacrl.study.grid import Study, StudyConfig
-from hacrl.study.runner import check_unchanged, choose_places, last_step, with_earlier_threads
+from hacrl.study.runner import Child, Places, Runner, check_unchanged, choose_places, last_step, with_earlier_threads
 from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir
 
@@ -172,8 +174,8 @@ def test_runs_that_lack_memory_are_tried_again_with_fewer_at_once(tmp_path: Path
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(data))
     code, out, _ = finish(start(str(tmp_path / "s.yaml"), "--jobs", "2"))
     assert code == 1
-    assert "ran out of memory beside 1 others" in out
-    assert "from now on there are 1 at once" in out
+    assert "ran out of memory as one of 2 at once" in out
+    assert "from now on here there are at most 1 at once" in out
     assert [row["status"] for row in json.loads((folder / "study.json").read_text())["runs"]] == ["failed"] * 3
     attempts = [
         (folder / f"logs/main/gspo/seed-{seed}.log").read_text().count("error Out of memory") for seed in range(3)
@@ -209,6 +211,18 @@ def test_threads_do_not_depend_on_how_many_run_at_once(tmp_path: Path, monkeypat
     assert places(seeds=2) == (4, 2)
     assert places(1, seeds=2) == (1, 2)
     assert places(seeds=20, threads=4) == (2, 4)
+
+
+def test_room_is_counted_by_gpu(tmp_path: Path) -> None:
+    study = Study.build(StudyConfig.from_dict(study_data(tmp_path)))
+    runner = Runner(study, Places(jobs=5, threads=1, gpus=["0", "1"]), Console(file=io.StringIO()))
+    assert runner.room == {0: 3, 1: 2}
+    runner.room[0] = 1
+    jobs = []
+    while (job := runner.free_job()) is not None:
+        jobs.append(job)
+        runner.children.append(Child(study.runs[0], None, job, tmp_path, 0, 0.0, 0))  # type: ignore[arg-type]
+    assert jobs == [0, 1, 3]
 
 
 def test_the_last_step_of_a_run_at_work(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -133,6 +134,16 @@ def test_math_that_hangs_is_killed_and_results_keep_their_order(math_verifier):
     assert [verdict.reward for verdict in verdicts] == [0.0, None, *[1.0, 0.0] * 20]
     assert verdicts[1] == Verdict(None, "timeout", "math took longer than 3 s", {"math": None})
     assert score(math_verifier, "4")[0].reward == 1.0
+
+
+def test_a_verifier_that_is_closed_judges_no_more():
+    """Of a batch that is under way, nothing is tried again."""
+    with Verifier([("math", 1.0)], timeout=60.0, workers=1) as verifier, ThreadPoolExecutor(1) as thread:
+        assert score(verifier, "4")[0].reward == 1.0
+        verdicts = thread.submit(score, verifier, *["9**9**9**9"] * 8)
+        time.sleep(0.5)
+        verifier.close()
+        assert [verdict.problem for verdict in verdicts.result(timeout=30)] == ["error"] * 8
 
 
 def test_math_of_long_texts(math_verifier):

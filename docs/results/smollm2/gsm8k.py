@@ -17,9 +17,9 @@ FINAL = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)")
 
 
 def final_number(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 where the number after the last #### is the reference's, as in the data set's own evaluation."""
+    """1 where the number after the last #### is the reference's."""
     wanted = [number(f"#### {own}") for own in answer]
-    return [float(number(text) == own is not None) for text, own in zip(completions, wanted, strict=True)]
+    return [float(own is not None and number(text) == own) for text, own in zip(completions, wanted, strict=True)]
 
 
 def number(text: str) -> float | None:

@@ -154,11 +154,9 @@ class Agent:
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
         """One answer to each problem: the greedy one, or one that is sampled as in training."""
-        params = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop))
-        if sampled:
-            params = self._params(1)
-        # The same random numbers in each evaluation: what changes is the policy.
-        seed = derive_seed(self.seed, EVALUATE, self.index) if sampled else 0
+        params, seed = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop)), 0
+        if sampled:  # with the same random numbers in each evaluation: what changes is the policy
+            params, seed = self._params(1), derive_seed(self.seed, EVALUATE, self.index)
         groups = self.engine.sample([self.prompt_ids(problem) for problem in problems], params, seed)
         return [decode(self.tokenizer, completion.content_ids) for (completion,) in groups]
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hacrl.decoder.backbone import Backbone
+from hacrl.decoder.capture import capturing
 from hacrl.decoder.packing import Packed
 
 MAX_GRAPHS = 32
-STARVED = 512 << 20
-"""With so few bytes free a CUDA library can fail without saying that memory is what it lacks."""
 
 
 @dataclass
@@ -96,32 +95,17 @@ class GraphedScorer(Scorer):
                 return super()._score(packed, temperature)
             if len(self.captured) >= MAX_GRAPHS:
                 self.forget()
-            self.captured[key] = self._capture(packed, temperature)
+            self.captured[key] = self._captured(packed, temperature)
         captured = self.captured[key]
         captured.load(packed)
         logp_M, entropy_M = _Replay.apply(self.anchor, captured)
         return logp_M, entropy_M
 
-    def _capture(self, packed: Packed, temperature: float) -> Captured:
-        try:
-            return self._captured(packed, temperature)
-        except RuntimeError as error:
-            chain: BaseException | None = error  # the end of a capture hides why it failed
-            while chain is not None and not isinstance(chain, torch.OutOfMemoryError):
-                chain = chain.__context__
-            free = torch.cuda.mem_get_info(self.backbone.device)[0]
-            if chain is None and free < STARVED:  # other processes may have taken the memory in the meantime
-                chain = torch.OutOfMemoryError(
-                    f"a pass could not be captured, and {free >> 20} MiB of GPU memory are free: "
-                    f"{str(error).splitlines()[0]}"
-                )
-            raise (chain or error) from None
-
     def _captured(self, packed: Packed, temperature: float) -> Captured:
         forward, backward = torch.cuda.CUDAGraph(), None
-        options: Any = {"pool": self.pool, "capture_error_mode": "thread_local"}
+        device = self.backbone.device
         with fresh_leaves(self.backbone.model) as leaves:
-            with torch.cuda.graph(forward, **options):
+            with capturing(forward, self.pool, device):
                 logp_M, entropy_M = Scorer._score(self, packed, temperature)
             grad_M = torch.zeros_like(logp_M)
             if torch.is_grad_enabled():
@@ -130,7 +114,7 @@ class GraphedScorer(Scorer):
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                 backward = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(backward, **options):
+                with capturing(backward, self.pool, device):
                     gradients = torch.autograd.grad(logp_M, [leaf for _, leaf in trained], grad_M, allow_unused=True)
                     used = [(p, g) for (p, _), g in zip(trained, gradients, strict=True) if g is not None]
                     totals: Any = [parameter.grad for parameter, _ in used]

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from hacrl.decoder import Backbone, kernels
 from hacrl.decoder.attention import Rule
 from hacrl.decoder.cache import Prefill, SharedCache
+from hacrl.decoder.capture import capturing
 from hacrl.decoder.scoring import bucket
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.native import Batch, NativeEngine, Sampled, require_finite
@@ -209,6 +210,6 @@ class GraphedEngine(NativeEngine):
 
     def _captured(self, work: Callable[[], Tensor | None]) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with capturing(graph, self.pool, self.backbone.device):
             result = work()
         return graph, result

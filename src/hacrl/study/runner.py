@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ from hacrl.training.progress import duration
 from hacrl.training.run_dir import RunDir, changed_settings, write_atomically
 
 RUNS_PER_GPU = 4
+RETRIES = 3
+"""Of a run that lacks memory beside others."""
 GRACE = 10.0
 """Seconds that an interrupted run has to end by itself."""
 LAST_LINES = 8
@@ -39,6 +42,10 @@ class Places:
     gpus: list[str]
     """As CUDA_VISIBLE_DEVICES names them; each run sees one of them, job after job. Empty: all see what there is."""
 
+    def of(self, job: int) -> int:
+        """Which of the GPUs; 0 where there are none to choose from."""
+        return job % max(len(self.gpus), 1)
+
 
 @dataclass
 class Child:
@@ -51,7 +58,7 @@ class Child:
     start: float
     first_step: int
     at_once: int = 1
-    """The most runs at a time while it went on."""
+    """The most runs at a time in its place while it went on."""
 
     def last_lines(self) -> str:
         with self.log.open("rb") as file:
@@ -146,7 +153,10 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
 
 class Runner:
     def __init__(self, study: Study, places: Places, console: Console) -> None:
-        self.study, self.places, self.jobs = study, places, places.jobs
+        self.study, self.places = study, places
+        self.room = Counter(places.of(job) for job in range(places.jobs))
+        """Runs at once in each place; fewer where they turned out to need too much memory."""
+        self.retries: Counter[str] = Counter()
         self.waiting = [run for run in study.runs if run.summary is None]
         self.children: list[Child] = []
         self.errors: dict[str, str] = {}
@@ -159,10 +169,11 @@ class Runner:
     def go(self) -> None:
         self.write()
         while self.waiting or self.children:
-            while self.waiting and len(self.children) < self.jobs:
-                self.children.append(self.start(self.waiting.pop(0)))
+            while self.waiting and (job := self.free_job()) is not None:
+                self.children.append(self.start(self.waiting.pop(0), job))
+            crowd = self.crowd()
             for child in self.children:
-                child.at_once = max(child.at_once, len(self.children))
+                child.at_once = max(child.at_once, crowd[self.places.of(child.job)])
             ended = [child for child in self.children if child.process.poll() is not None]
             for child in ended:
                 self.end(child)
@@ -171,7 +182,16 @@ class Runner:
             if not ended:
                 time.sleep(0.25)
 
-    def start(self, run: Run) -> Child:
+    def crowd(self) -> Counter[int]:
+        """Runs that go on in each place."""
+        return Counter(self.places.of(child.job) for child in self.children)
+
+    def free_job(self) -> int | None:
+        crowd, taken = self.crowd(), {child.job for child in self.children}
+        free = (job for job in range(self.places.jobs) if job not in taken)
+        return next((job for job in free if crowd[self.places.of(job)] < self.room[self.places.of(job)]), None)
+
+    def start(self, run: Run, job: int) -> Child:
         log = self.study.folder / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         if run.started:
@@ -179,10 +199,9 @@ class Runner:
         else:
             write_atomically(log.with_suffix(".yaml"), run.config.to_yaml())
             arguments = [str(log.with_suffix(".yaml"))]
-        job = min(set(range(self.places.jobs)) - {child.job for child in self.children})
         environment = os.environ | {"OMP_NUM_THREADS": str(self.places.threads)}
         if self.places.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self.places.gpus[job % len(self.places.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = self.places.gpus[self.places.of(job)]
         command = [sys.executable, "-m", "hacrl.study.child", "train", *arguments]
         with log.open("ab") as file:
             position = file.tell()
@@ -199,13 +218,9 @@ class Runner:
 
     def end(self, child: Child) -> None:
         self.close(child)
-        if child.process.returncode == OUT_OF_MEMORY and child.at_once > 1:
-            self.jobs = min(self.jobs, child.at_once - 1)
-            self.waiting.append(child.run)
-            self.view.say(
-                f"{child.run.name} ran out of memory beside {child.at_once - 1} others. It is tried again later, and "
-                f"from now on there are {self.jobs} at once. {child.last_lines().splitlines()[-1]}"
-            )
+        starved = child.process.returncode == OUT_OF_MEMORY and child.at_once > 1
+        if starved and self.retries[child.run.name] < RETRIES:
+            self.retry(child)
             return
         seconds = time.monotonic() - child.start
         summary = child.run.summary
@@ -218,6 +233,19 @@ class Runner:
             self.errors[child.run.name] = child.last_lines() or f"It ended with {how} and without a word."
         results = self.write()
         self.view.ended(child.run, seconds, summary, self.errors.get(child.run.name), results)
+
+    def retry(self, child: Child) -> None:
+        """Later, beside fewer others."""
+        place, name = self.places.of(child.job), child.run.name
+        self.room[place] = min(self.room[place], child.at_once - 1)
+        self.retries[name] += 1
+        self.waiting.append(child.run)
+        self.write()
+        where = f"on GPU {self.places.gpus[place]}" if self.places.gpus else "here"
+        self.view.say(
+            f"{name} ran out of memory as one of {child.at_once} at once. It is tried again later; from now on "
+            f"{where} there are at most {self.room[place]} at once. {child.last_lines().splitlines()[-1]}"
+        )
 
     def write(self) -> dict[str, Any]:
         results = collect(self.study, {child.run.name: "running" for child in self.children}, self.errors)
@@ -256,7 +284,7 @@ class Runner:
             busy += time.monotonic() - child.start
             work += max(share, 0.0) * child.run.cost
             left += (1 - steps[child.run.name] / child.run.config.max_steps) * child.run.cost
-        side_by_side = min(self.jobs, len(self.waiting) + len(self.children))
+        side_by_side = min(self.room.total(), len(self.waiting) + len(self.children))
         return left * busy / work / side_by_side if work > 0 and side_by_side else None
 
 
@@ -327,6 +355,6 @@ class View:
             for line in (error or "").splitlines():
                 self.say(f"    {line}")
             return
-        finals = [(name, agent["final_accuracy"]) for name, agent in summary["agents"].items()]
+        finals = [(name, agent.get(results["metric"])) for name, agent in summary["agents"].items()]
         accuracies = ", ".join(f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in finals)
         self.say(f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")

@@ -6,6 +6,7 @@ rollout gets None, and the verdict says why. A mistake in a user's function ends
 
 import importlib.util
 import inspect
+import math
 import queue
 import sys
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ Completion = str | list[dict[str, str]]
 CHILD_MEMORY = 4 << 30
 """Bytes of address space of a process that runs `math` or a scorer of reasoning-gym."""
 BATCH = 16
-"""Completions that such a process judges in one call."""
+"""Completions that such a process judges in one call, at most."""
 GYM = "reasoning-gym"
 """The reward of tasks from reasoning-gym, whose problems have the columns it needs."""
 RESERVED = {"prompt", "prompts", "completion", "completions"}
@@ -190,13 +191,13 @@ class InOneChild(Scorer):
 
 
 class Pool:
-    """Processes that run one function of ours that needs a package, a call for each in turn."""
+    """Processes that run one function of ours that needs a package."""
 
     def __init__(self, kind: str, function: str, package: str, timeout: float, workers: int) -> None:
         """`kind` is the extra that brings the package, and `kind`_reward.py beside this file has the function."""
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
-        self._kind, self._timeout = kind, timeout
+        self._kind, self._timeout, self.closed = kind, timeout, False
         source = Path(__file__).with_name(f"{kind}_reward.py")
         self._workers = [Worker(f"{source}:{function}", path=sys.path, memory=CHILD_MEMORY) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -214,7 +215,12 @@ class Pool:
             raise _broken(self._kind, reply.detail)
         return reply
 
+    @property
+    def size(self) -> int:
+        return len(self._workers)
+
     def close(self) -> None:
+        self.closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -239,7 +245,8 @@ class InManyChildren(Scorer):
     def score(self, arguments: dict[str, Any]) -> list[Part]:
         texts = [text_of(completion) for completion in arguments["completions"]]
         rows = list(zip(texts, *(arguments[column] for column in self._columns), strict=True))
-        batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+        size = min(BATCH, math.ceil(len(rows) / self._pool.size))
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         return [part for parts in self._pool.threads.map(self._score_batch, batches) for part in parts]
 
     def _score_batch(self, rows: list[tuple[Any, ...]]) -> list[Part]:
@@ -247,7 +254,9 @@ class InManyChildren(Scorer):
         reply = self._pool.call(dict(columns))
         if reply.outcome == "returned":
             return [Part(value) for value in reply.values]
-        return [_failed(reply)] if len(rows) == 1 else [part for row in rows for part in self._score_batch([row])]
+        if len(rows) == 1 or self._pool.closed:
+            return [_failed(reply)] * len(rows)
+        return [part for row in rows for part in self._score_batch([row])]
 
     def close(self) -> None:
         self._pool.close()

@@ -102,10 +102,8 @@ class View:
 
     def _due(self, every: int, *, at_the_end: bool = True) -> int:
         """How often something will be done that is done every so many steps, and perhaps at the last."""
-        last = self.config.max_steps
-        if not every:
-            return int(at_the_end)
-        return last // every - self.step // every + (at_the_end and last % every != 0)
+        before_last = (self.config.max_steps - 1) // every - self.step // every if every else 0
+        return before_last + at_the_end
 
     # --- how it looks ------------------------------------------------------------------------------
 

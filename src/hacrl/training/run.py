@@ -102,6 +102,10 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         summary = run.summary()
         if summary is not None and summary["steps"] >= config.max_steps:
             return RunResult(run.path, summary, already_finished=True)
+        if summary is not None and not complete_checkpoints(run.path):
+            raise UserError(
+                f"{run.path} is finished and has no checkpoint to go on from (save_final). Start a new run."
+            )
     else:
         RunDir.check_free(config.output_dir)
     check_trackers(config.report_to)

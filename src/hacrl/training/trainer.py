@@ -75,8 +75,9 @@ class Trainer:
         self.times = [{"sample_seconds": 0.0, "learn_seconds": 0.0} for _ in self.ids]
         """Seconds each agent sampled and learned."""
         self.accuracy: list[dict[int, float]] = [{} for _ in self.ids]
-        self.sampled: list[dict[int, float]] = [{} for _ in self.ids]
         """Held-out accuracy of each agent by step."""
+        self.sampled: list[dict[int, float]] = [{} for _ in self.ids]
+        """The same of sampled answers."""
         self.seconds = 0.0
         self.check = CollaborationCheck(self.ids)
 
@@ -395,7 +396,7 @@ class Trainer:
         return max(means, key=means.__getitem__) if means else None
 
     def _due(self, every: int, *, at_the_end: bool = True) -> bool:
-        return (at_the_end and self.step == self.config.max_steps) or (every > 0 and self.step % every == 0)
+        return at_the_end if self.step == self.config.max_steps else every > 0 and self.step % every == 0
 
     # --- files -------------------------------------------------------------------------------------
 
@@ -480,8 +481,7 @@ class Trainer:
 
 def first_and_last(values: dict[int, float], name: str) -> dict[str, float | None]:
     """Of values by step."""
-    steps = sorted(values)
-    return {f"start_{name}": values[steps[0]] if steps else None, f"final_{name}": values[steps[-1]] if steps else None}
+    return {f"start_{name}": values.get(0), f"final_{name}": values[max(values)] if values else None}
 
 
 def learning_rate(agent: AgentConfig, step: int, max_steps: int) -> float:

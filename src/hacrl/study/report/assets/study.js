@@ -64,7 +64,8 @@ function differenceCell(row) {
 
 function renderComparison(parent, { study, variants, variantName }) {
   const seeds = (study.seeds || []).length;
-  const place = section(parent, "result", "Result", `Final accuracy on held-out problems: means over seeds with 95% intervals, and paired differences to ${study.baseline ?? "the baseline"} in points. Bold: the interval leaves out 0. p is corrected for the number of comparisons (Holm); coloured where it stays below 0.05.`);
+  const sampled = study.metric === "final_sampled";
+  const place = section(parent, "result", "Result", `${sampled ? "Final accuracy of sampled answers to" : "Final accuracy on"} held-out problems: means over seeds with 95% intervals, and paired differences to ${study.baseline ?? "the baseline"} in points. Bold: the interval leaves out 0. p is corrected for the number of comparisons (Holm); coloured where it stays below 0.05.`);
   if (seeds < 3) place.append(empty(`This study has ${plural(seeds, "seed")}: too few to tell a difference from chance. Take intervals and p as a rough guide, or add seeds.`));
   else if (seeds < 6) place.append(el("p", { class: "small" }, `With ${seeds} seeds p cannot be below ${2 / 2 ** seeds}, even before the correction: direction and size can be seen, significance cannot.`));
   if ((study.pairs || []).length > 1) renderOverview(place, study, variants, variantName);
@@ -97,7 +98,7 @@ function renderComparison(parent, { study, variants, variantName }) {
       }
     }
     const noted = lines.some((line) => line.cells.at(-1).text);
-    const head = ["agent", "variant", "start", "final accuracy", "difference, points", "p (Holm)", "effect", "seeds won : lost", ...(noted ? ["note"] : [])];
+    const head = ["agent", "variant", "start", sampled ? "final, sampled" : "final accuracy", "difference, points", "p (Holm)", "effect", "seeds won : lost", ...(noted ? ["note"] : [])];
     for (const line of lines) line.cells.length = head.length;
     place.append(table(head, lines, { className: "grouped", caption: (study.pairs || []).length > 1 ? String(pair) : undefined, textColumns: 2 }));
   }
