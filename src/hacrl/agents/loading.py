@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from hacrl.agents.amx import avoid_broken_amx
 from hacrl.agents.lora import CONFIG_FILE, Adapter, base_model, merged
 from hacrl.agents.master import cast_parameters
 from hacrl.config import AgentConfig
@@ -102,6 +103,8 @@ def load_base(config: AgentConfig, bases: Bases) -> Any:
 
 
 def _load(config: AgentConfig, source: str) -> Any:
+    if config.dtype == "bfloat16" and resolve_device(config.device).type == "cpu":
+        avoid_broken_amx()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,

@@ -1,0 +1,26 @@
+"""Virtual machines that report AMX and cannot run it: there the first product in bfloat16 kills the process."""
+
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from hacrl.errors import warn
+
+PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+LIMIT, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+
+
+@cache
+def avoid_broken_amx() -> None:
+    """Tried in another process, and switched off if that dies. Has an effect before the first product of this one."""
+    cpu = Path("/proc/cpuinfo")
+    if LIMIT in os.environ or not cpu.is_file() or "amx_bf16" not in cpu.read_text():
+        return
+    nowhere = subprocess.DEVNULL
+    tried = subprocess.run([sys.executable, "-c", PRODUCT], stdin=nowhere, stdout=nowhere, stderr=nowhere, check=False)
+    if tried.returncode == -signal.SIGILL:
+        os.environ[LIMIT] = WITHOUT_AMX
+        warn(f"This CPU reports AMX but cannot run it; bfloat16 does without ({LIMIT}={WITHOUT_AMX}).")
