@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hacrl.config import RunConfig
-from hacrl.errors import LACK_OF_MEMORY, OUT_OF_MEMORY, TrainingDiverged, UserError, is_out_of_memory
+from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, lack_of_memory
 
 app = typer.Typer(
     help="Heterogeneous agents learn together: reinforcement learning with verifiable rewards, shared rollouts.",
@@ -458,11 +458,11 @@ def main() -> None:
         advice = "Checkpoints are intact: start a new run whose agents' model is RUN/checkpoint-STEP/agents/ID, with a"
         fail(f"{error} {advice} smaller learning_rate.", 1)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        lack = lack_of_memory(error)
+        if lack is None:
             raise
-        lines = [line.strip() for line in str(error).splitlines() if any(words in line for words in LACK_OF_MEMORY)]
         advice = "Lower micro_batch_size or sampling_batch_size, or give each agent its GPU."
-        fail(f"Out of memory ({lines[0] if lines else error}). {advice}", OUT_OF_MEMORY)
+        fail(f"Out of memory ({lack}). {advice}", OUT_OF_MEMORY)
     except OSError as error:
         if error.errno in OUT_OF_SPACE:
             fail(f"The disk is full ({error}). Free some space; `hacrl train RUN --resume` continues a run.", 2)

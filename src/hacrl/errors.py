@@ -18,9 +18,13 @@ class TrainingDiverged(Exception):
     """Three updates in a row had a non-finite loss or gradient."""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's own class, without importing torch here; CUDA, and torch on the CPU, say it in words."""
-    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in LACK_OF_MEMORY)
+def lack_of_memory(error: RuntimeError) -> str | None:
+    """What an error says of memory; None if it is about something else.
+
+    torch has a class for it, which is not imported here; CUDA, and torch on a CPU, say it in words.
+    """
+    said = [line.strip() for line in str(error).splitlines() if any(words in line for words in LACK_OF_MEMORY)]
+    return said[0] if said else str(error) if type(error).__name__ == "OutOfMemoryError" else None
 
 
 def warn(message: str) -> None:

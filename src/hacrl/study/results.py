@@ -27,7 +27,7 @@ OF_AN_AGENT = (
     "peak_memory_gib",
 )
 OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "peak_memory_gib")
-WHAT = {
+MEASURED = {
     "final_accuracy": "accuracy on held-out problems",
     "final_sampled": "accuracy of sampled answers to held-out problems",
 }
@@ -230,7 +230,9 @@ def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 def print_results(console: Console, results: dict[str, Any]) -> None:
     compared = {(row["pair"], row["agent"], row["variant"]): row for row in results["comparisons"]}
     for pair in results["pairs"]:
-        title = f"{results['title'] or results['name']}, {pair}: {WHAT[results['metric']]}, 95 % intervals over seeds"
+        title = (
+            f"{results['title'] or results['name']}, {pair}: {MEASURED[results['metric']]}, 95 % intervals over seeds"
+        )
         columns = ("seeds", "start", "final", f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
         table = new_table(title, ("agent", "variant"), columns)
         rows = [row for row in results["agents"] if row["pair"] == pair]

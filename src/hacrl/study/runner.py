@@ -242,9 +242,10 @@ class Runner:
         self.waiting.append(child.run)
         self.write()
         where = f"on GPU {self.places.gpus[place]}" if self.places.gpus else "here"
+        reason = " ".join(child.last_lines().splitlines()[-1:])
         self.view.say(
             f"{name} ran out of memory as one of {child.at_once} at once. It is tried again later; from now on "
-            f"{where} there are at most {self.room[place]} at once. {child.last_lines().splitlines()[-1]}"
+            f"{where} there are at most {self.room[place]} at once. {reason}"
         )
 
     def write(self) -> dict[str, Any]:

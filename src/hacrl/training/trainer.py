@@ -360,18 +360,19 @@ class Trainer:
         if not problems:
             return {}
         self.watcher.on_phase("evaluating")
-        metrics = self._evaluate(problems, "eval_accuracy", self.accuracy)
+        metrics = self._evaluate(problems)
         if self.config.eval_samples:
-            greedy_seconds = list(self.executor.seconds)
-            metrics |= self._evaluate(problems * self.config.eval_samples, "eval_sampled", self.sampled, sampled=True)
-            for k, seconds in enumerate(greedy_seconds):
-                metrics[f"{self.ids[k]}/time/eval"] += seconds
+            of_samples = self._evaluate(problems * self.config.eval_samples, sampled=True)
+            for agent in self.ids:
+                of_samples[f"{agent}/time/eval"] += metrics[f"{agent}/time/eval"]
+            metrics |= of_samples
         return metrics
 
-    def _evaluate(
-        self, problems: list[Problem], name: str, history: list[dict[int, float]], sampled: bool = False
-    ) -> dict[str, Any]:
+    def _evaluate(self, problems: list[Problem], sampled: bool = False) -> dict[str, Any]:
         """The mean reward of what was judged, of all problems and of each part of a mixture."""
+        name, unverified, history = "eval_accuracy", "eval_unverified", self.accuracy
+        if sampled:
+            name, unverified, history = "eval_sampled", "eval_sampled_unverified", self.sampled
         metrics: dict[str, Any] = {}
         for k, texts in enumerate(self.executor.answer(problems, sampled)):
             by_part: dict[str | None, list[float]] = {}
@@ -379,7 +380,6 @@ class Trainer:
                 if verdict.reward is not None:
                     by_part.setdefault(problem.part, []).append(verdict.reward)
             judged = [reward for rewards in by_part.values() for reward in rewards]
-            unverified = "eval_sampled_unverified" if sampled else "eval_unverified"
             metrics[f"{self.ids[k]}/{unverified}"] = len(problems) - len(judged)
             metrics[f"{self.ids[k]}/time/eval"] = self.executor.seconds[k]
             if judged:
