@@ -85,6 +85,23 @@ def test_what_is_over_what() -> None:
     assert only(study, "p", "gspo+o").algorithm == RunConfig.load("state", ["algorithm.name=gspo"]).algorithm
 
 
+def test_settings_of_an_agent_hold_in_the_pairs_that_have_it() -> None:
+    trio = {"agents": [{"id": name, "model": "zoo:llama-plus"} for name in ("a", "c", "c.1")]}
+    study = build(
+        pairs={"two": {}, "three": trio},
+        settings={"agents.c.temperature": 0.7},
+        algorithms={"gspo": {"agents": {"c": {"learning_rate": 0.5}, "a": {"learning_rate": 0.25}}}},
+        options={"hot": {"agents.c.1.temperature": 2.0}},
+    )
+    two = only(study, "two", "gspo+hot").agents
+    assert [(agent.id, agent.learning_rate) for agent in two] == [("a", 0.25), ("b", 1e-6)]
+    three = only(study, "three", "gspo+hot").agents
+    assert [agent.learning_rate for agent in three] == [0.25, 0.5, 1e-6]
+    assert [agent.temperature for agent in three] == [1.0, 0.7, 2.0]
+    with pytest.raises(UserError, match=r"agents.d.temperature: there is no item 'd'"):
+        build(pairs={"two": {}, "three": trio}, settings={"agents.d.temperature": 0.7})
+
+
 def test_checkpoints_are_kept_only_if_the_study_asks() -> None:
     assert only(build(), "main", "gspo").save_every == 0
     assert only(build(settings={"save_every": 3}), "main", "gspo").save_every == 3

@@ -1,12 +1,11 @@
 """What the warm-ups need: worked answers to training questions of four generators, and a tokenizer of another family.
 
-    python docs/results/smollm2/prepare.py runs/smollm2     # writes chain_sum.jsonl, ..., and tokenizer/
+    python docs/results/smollm2/prepare.py runs/smollm2     # writes leg_counting.jsonl, ..., and tokenizer/
 
 reasoning-gym knows final answers only. Small models learn to compute when they may write down the steps.
 """
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +22,6 @@ ROWS = 8000
 VOCABULARY = 1024
 
 
-def chain_sum(question: dict[str, Any]) -> list[str]:
-    first, *rest = re.findall(r"[+-]|\d+", question["expression"])
-    total, lines = int(first), []
-    for sign, number in zip(rest[::2], rest[1::2], strict=True):
-        value = total + int(number) if sign == "+" else total - int(number)
-        lines.append(f"{total} {sign} {number} = {value}")
-        total = value
-    return lines
-
-
 def leg_counting(question: dict[str, Any]) -> list[str]:
     parts = [(count, ANIMALS[animal]) for animal, count in question["animals"].items()]
     products = [count * legs for count, legs in parts]
@@ -44,15 +33,11 @@ def spell_backward(question: dict[str, Any]) -> list[str]:
     return [" ".join(question["word"]), " ".join(reversed(question["word"]))]
 
 
-def number_filtering(question: dict[str, Any]) -> list[str]:
-    return []  # nothing to compute on the way
-
-
 WORKED: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "chain_sum": chain_sum,
+    "family_relationships": lambda question: [],  # nothing to compute on the way
     "leg_counting": leg_counting,
     "spell_backward": spell_backward,
-    "number_filtering": number_filtering,
+    "number_filtering": lambda question: [],
 }
 
 

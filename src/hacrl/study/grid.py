@@ -173,6 +173,23 @@ def merge(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return apply_overrides(data, [f"{key}={yaml.safe_dump(value)}" for key, value in flat(changes)])
 
 
+def of_present(changes: Mapping[str, Any], present: set[str], known: set[str]) -> dict[str, Any]:
+    """Without the settings of agents that only other pairs have; an id that no pair has stays, to be refused."""
+
+    def absent(key: str) -> bool:
+        owners = [agent for agent in known if f"{key}.".startswith(f"agents.{agent}.")]
+        return bool(owners) and max(owners, key=len) not in present  # an id may have dots itself
+
+    return {key: value for key, value in flat(changes) if not absent(key)}
+
+
+def ids(data: Mapping[str, Any]) -> set[str]:
+    """Of the agents in settings that nobody has checked yet."""
+    agents = data.get("agents")
+    items = agents if isinstance(agents, list) else []
+    return {str(item["id"]) for item in items if isinstance(item, dict) and "id" in item}
+
+
 @dataclass(frozen=True)
 class Run:
     pair: str
@@ -266,16 +283,19 @@ def run_settings(
     usual = RunConfig.model_fields["algorithm"].default.name
     data = merge({"algorithm": {"name": usual}}, config.base)
     data = merge(data, over_base)
+    present, known = ids(data), ids(config.base).union(*map(ids, config.pairs.values()))
+    settings, changes, option = (
+        of_present(layer, present, known) for layer in (config.settings, config.algorithms[algorithm], option)
+    )
     # A checkpoint every few steps, as in many a config, would fill the disk with what nobody looks at.
-    data = merge({**data, "save_every": 0}, config.settings)
-    changes = config.algorithms[algorithm]
+    data = merge({**data, "save_every": 0}, settings)
     enlarged = ENLARGED.fullmatch(algorithm)
     name, times = (enlarged[1], int(enlarged[2])) if enlarged else (algorithm, 1)
     if name in ALGORITHMS:
         data = merge(data, {"algorithm.name": name})
     elif not changes:
-        known = [*ALGORITHMS, *(f"{known}_x2" for known in ALGORITHMS)]
-        raise UserError(f"{where}: {algorithm!r} is no algorithm and has no settings{nearest(algorithm, known)}")
+        labels = [*ALGORITHMS, *(f"{label}_x2" for label in ALGORITHMS)]
+        raise UserError(f"{where}: {algorithm!r} is no algorithm and has no settings{nearest(algorithm, labels)}")
     data = merge(merge(data, changes), option)
     if name not in ALGORITHMS:
         return data
