@@ -16,6 +16,15 @@ import numpy as np
 
 from hacrl.study.statistics import t_interval
 
+COSTS = {
+    "rollouts": "rollouts",
+    "tokens": "tokens sampled",
+    "tokens_trained": "tokens trained",
+    "updates": "updates",
+    "seconds": "seconds",
+    "gpu_seconds": "GPU-seconds",
+}
+
 
 def main() -> None:
     path, *variants = sys.argv[1:]
@@ -90,12 +99,14 @@ def paired(gaps: list[float]) -> str:
 
 
 def costs(study: dict[str, Any]) -> str:
-    rows = []
-    for row in study["accounting"]:
-        if row["rollouts"] is not None:
-            counts = [f"{row[name]:,.0f}" for name in ("rollouts", "tokens", "tokens_trained", "updates", "seconds")]
-            rows.append([row["pair"], f"`{row['variant']}`", *counts])
-    return table(["pair", "variant", "rollouts", "tokens sampled", "tokens trained", "updates", "seconds"], rows)
+    rows = [row for row in study["accounting"] if row["rollouts"] is not None]
+    keys = [key for key in COSTS if any(row.get(key) is not None for row in rows)]
+    cells = [[row["pair"], f"`{row['variant']}`", *(count(row.get(key)) for key in keys)] for row in rows]
+    return table(["pair", "variant", *(COSTS[key] for key in keys)], cells)
+
+
+def count(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}"
 
 
 if __name__ == "__main__":

@@ -234,7 +234,16 @@ def write_study(
                 "tokens_trained": 8_484,
                 "updates": 20 + 20 * (v > 0),
             }
-            accounting.append({"pair": pair, "variant": variant, **cost, "seconds": 95.0, "peak_memory_gib": 1.25})
+            accounting.append(
+                {
+                    "pair": pair,
+                    "variant": variant,
+                    **cost,
+                    "seconds": 95.0,
+                    "gpu_seconds": 31.0,
+                    "peak_memory_gib": 1.25,
+                }
+            )
             for agent in [*TWO, "all"] if v else []:
                 difference = 0.03 * v + (0.004 if agent == "north" else -0.004)
                 comparisons.append(

@@ -354,6 +354,7 @@ def test_a_study(tab: Tab, study: Path) -> None:
     assert len(tab.all("#differences .errorbar")) == 12
     assert len(tab.all("#learning .plot")) == 4
     assert "480" in tab.text("#cost table")
+    assert "GPU time" in tab.text("#cost table")
 
 
 def test_the_run_in_detail_is_chosen(tab: Tab, study: Path) -> None:

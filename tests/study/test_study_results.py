@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hacrl.study import results
 from hacrl.study.grid import Study, StudyConfig
-from hacrl.study.results import collect, print_plan, print_results, write_results
+from hacrl.study.results import collect, print_plan, print_results, read_gpu_seconds, write_results
 
 FINAL = {
     # Seed by seed: agents a and b.
@@ -83,6 +83,7 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
         "tokens_trained": 4000,
         "updates": 16,
         "seconds": 7.5,
+        "gpu_seconds": None,
         "peak_memory_gib": 1.5,
     }
     a, b, both = (row(found["comparisons"], agent=name) for name in ("a", "b", "all"))
@@ -120,6 +121,20 @@ def test_the_format_of_study_json(tmp_path: Path) -> None:
     assert one["note"].startswith("one seed only")
     assert (one["seeds"], one["p"], one["p_holm"], one["low"], one["effect"]) == (1, None, None, None, None)
     assert one["difference"] == pytest.approx(0.08)
+
+
+def test_gpu_seconds_are_kept_and_shown_where_there_are_any(tmp_path: Path) -> None:
+    study = make(tmp_path)
+    finish(study)
+    assert "GPU-seconds" not in printed(collect(study, {}, {}))
+    write_results(study, collect(study, {}, {}, {"main/hacpo/seed-0": 1200.0, "main/hacpo/seed-2": 1300.0}))
+    earlier = read_gpu_seconds(study)
+    assert earlier == {"main/hacpo/seed-0": 1200.0, "main/hacpo/seed-2": 1300.0}
+    found = collect(study, {}, {}, earlier)
+    assert row(found["accounting"], variant="hacpo")["gpu_seconds"] == 1250
+    assert row(found["accounting"], variant="gspo")["gpu_seconds"] is None
+    assert "GPU-seconds" in printed(found)
+    assert "1,250" in printed(found)
 
 
 def test_nothing_done_yet(tmp_path: Path) -> None:

@@ -20,7 +20,16 @@ from rich.console import Console
 from conftest import FAST
 from hacrl.errors import UserError
 from hacrl.study.grid import Study, StudyConfig
-from hacrl.study.runner import Child, Places, Runner, check_unchanged, choose_places, last_step, with_earlier_threads
+from hacrl.study.runner import (
+    Child,
+    Places,
+    Runner,
+    check_unchanged,
+    choose_places,
+    last_step,
+    run_study,
+    with_earlier_threads,
+)
 from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir
 
@@ -223,6 +232,21 @@ def test_room_is_counted_by_gpu(tmp_path: Path) -> None:
         jobs.append(job)
         runner.children.append(Child(study.runs[0], None, job, tmp_path, 0, 0.0, 0))  # type: ignore[arg-type]
     assert jobs == [0, 1, 3]
+
+
+def test_runs_on_one_gpu_share_its_time(tmp_path: Path) -> None:
+    def spent(seeds: int) -> tuple[dict[str, float], float]:
+        study, began = Study.build(StudyConfig.from_dict(study_data(tmp_path, seeds=seeds))), time.monotonic()
+        results = run_study(study, Places(jobs=2, threads=1, gpus=["0"]), Console(file=io.StringIO()))
+        wall = time.monotonic() - began
+        return {f"{row['variant']}-{row['seed']}": row["gpu_seconds"] for row in results["runs"]}, wall
+
+    first, wall = spent(1)
+    assert set(first) == {"gspo-0", "hacpo-0"}
+    assert 0 < min(first.values()) <= sum(first.values()) <= wall
+    both, wall = spent(2)
+    assert {name: both[name] for name in first} == first
+    assert 0 < both["gspo-1"] + both["hacpo-1"] <= wall
 
 
 def test_the_last_step_of_a_run_at_work(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ OF_AN_AGENT = (
     "learn_seconds",
     "peak_memory_gib",
 )
-OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "peak_memory_gib")
+OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "gpu_seconds", "peak_memory_gib")
 MEASURED = {
     "final_accuracy": "accuracy on held-out problems",
     "final_sampled": "accuracy of sampled answers to held-out problems",
@@ -37,12 +37,19 @@ NO_SCIPY = "Intervals need scipy: pip install 'hacrl[report]', then call the sam
 # --- study.json ----------------------------------------------------------------------------------------------------
 
 
-def collect(study: Study, running: dict[str, str], errors: dict[str, str]) -> dict[str, Any]:
+def collect(
+    study: Study, running: dict[str, str], errors: dict[str, str], gpu_seconds: dict[str, float] | None = None
+) -> dict[str, Any]:
     """Everything that is known: runs, results and accounting of agents, comparisons with the baseline.
 
-    `running` and `errors` are by name of the run; a run in neither is done, or waits.
+    `running`, `errors` and `gpu_seconds` are by name of the run; one in neither of the first two is done, or waits.
     """
+    gpu_seconds = gpu_seconds or {}
     summaries = {run.name: run.summary for run in study.runs}
+    known = {
+        name: None if summary is None else {**summary, "gpu_seconds": gpu_seconds.get(name)}
+        for name, summary in summaries.items()
+    }
     agents = [
         agent_row(study, pair, variant, agent, summaries)
         for pair in study.pairs
@@ -58,14 +65,14 @@ def collect(study: Study, running: dict[str, str], errors: dict[str, str]) -> di
         "pairs": study.pairs,
         "variants": study.variants,
         "seeds": study.config.seeds,
-        "runs": [run_row(study, run, summaries[run.name], running, errors) for run in study.runs],
+        "runs": [run_row(study, run, summaries[run.name], running, errors, gpu_seconds) for run in study.runs],
         "agents": agents,
         "accounting": [
             {
                 "pair": pair,
                 "variant": variant,
                 **{
-                    key: mean([total(summary, key) for summary in done(study, pair, variant, summaries).values()])
+                    key: mean([total(summary, key) for summary in done(study, pair, variant, known).values()])
                     for key in OF_A_RUN
                 },
             }
@@ -82,8 +89,21 @@ def write_results(study: Study, results: dict[str, Any]) -> None:
     )
 
 
+def read_gpu_seconds(study: Study) -> dict[str, float]:
+    """By name of the run: what earlier calls of the study wrote down."""
+    file = study.folder / "study.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+    names = {f"{row['pair']}/{row['variant']}/seed-{row['seed']}": row.get("gpu_seconds") for row in rows}
+    return {name: seconds for name, seconds in names.items() if seconds is not None}
+
+
 def run_row(
-    study: Study, run: Run, summary: dict[str, Any] | None, running: dict[str, str], errors: dict[str, str]
+    study: Study,
+    run: Run,
+    summary: dict[str, Any] | None,
+    running: dict[str, str],
+    errors: dict[str, str],
+    gpu_seconds: dict[str, float],
 ) -> dict[str, Any]:
     status = "done" if summary else "failed" if run.name in errors else running.get(run.name, "waiting")
     return {
@@ -93,6 +113,7 @@ def run_row(
         "dir": run.folder.path.relative_to(study.folder).as_posix(),
         "status": status,
         "error": errors.get(run.name) if status == "failed" else None,
+        "gpu_seconds": gpu_seconds.get(run.name),
         "summary": summary,
     }
 
@@ -297,31 +318,44 @@ def remarks(results: dict[str, Any]) -> list[str]:
     return found
 
 
+COSTS = {
+    "rollouts": "rollouts",
+    "tokens": "tokens sampled",
+    "tokens_trained": "tokens trained",
+    "updates": "updates",
+    "seconds": "seconds",
+    "gpu_seconds": "GPU-seconds",
+    "peak_memory_gib": "peak memory (GiB)",
+}
+
+
 def print_accounting(console: Console, results: dict[str, Any]) -> None:
     """What each result cost: neither equal rollouts nor equal updates go without saying."""
-    columns = ("rollouts", "tokens sampled", "tokens trained", "updates", "seconds", "peak memory (GiB)")
-    table = new_table("What it cost: one run, mean over seeds", ("pair", "variant", "agent"), columns)
+    on_gpus = any(row["gpu_seconds"] is not None for row in results["accounting"])
+    shown = [key for key in COSTS if on_gpus or key != "gpu_seconds"]
+    title = "What it cost: one run, mean over seeds"
+    table = new_table(title, ("pair", "variant", "agent"), [COSTS[key] for key in shown])
     for whole in results["accounting"]:
         for row in results["agents"]:
             if (row["pair"], row["variant"]) == (whole["pair"], whole["variant"]):
                 own = row["accounting"]
                 parts = [own["sample_seconds"], own["learn_seconds"]]
-                seconds = None if None in parts else sum(parts)
-                table.add_row(row["pair"], row["variant"], row["agent"], *costs({**own, "seconds": seconds}))
-        table.add_row(whole["pair"], whole["variant"], "the run", *costs(whole))
+                own = {**own, "seconds": None if None in parts else sum(parts)}
+                table.add_row(row["pair"], row["variant"], row["agent"], *(cost(own, key) for key in shown))
+        table.add_row(whole["pair"], whole["variant"], "the run", *(cost(whole, key) for key in shown))
         table.add_section()
     console.print(table)
     console.print(
         "Seconds of an agent are for sampling and learning; of the run, all of its training on the wall clock, while "
         "other runs may have shared the machine. Memory of an agent is that of a GPU.",
+        "GPU-seconds are what the run had of its GPU, shared evenly with those beside it." if on_gpus else "",
         highlight=False,
     )
 
 
-def costs(row: dict[str, Any]) -> list[str]:
-    counts = [row[key] for key in ("rollouts", "tokens", "tokens_trained", "updates", "seconds")]
-    cells = ["–" if count is None else f"{count:,.0f}" for count in counts]
-    return [*cells, "–" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.2f}"]
+def cost(row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    return "–" if value is None else f"{value:.2f}" if key == "peak_memory_gib" else f"{value:,.0f}"
 
 
 def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.study.grid import Run, Study, StudyConfig
-from hacrl.study.results import collect, write_results
+from hacrl.study.results import collect, read_gpu_seconds, write_results
 from hacrl.training.progress import duration
 from hacrl.training.run_dir import RunDir, changed_settings, write_atomically
 
@@ -59,6 +59,8 @@ class Child:
     first_step: int
     at_once: int = 1
     """The most runs at a time in its place while it went on."""
+    share: float = 0.0
+    """Seconds of its place: of a second that n runs share, each has 1/n."""
 
     def last_lines(self) -> str:
         with self.log.open("rb") as file:
@@ -146,8 +148,7 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
                 runner.go()
         finally:
             runner.stop()
-            results = collect(study, {}, runner.errors)
-            write_results(study, results)
+            results = runner.write()
     return results
 
 
@@ -161,6 +162,8 @@ class Runner:
         self.children: list[Child] = []
         self.errors: dict[str, str] = {}
         """The last lines of what failed, by the name of the run."""
+        self.gpu_seconds = read_gpu_seconds(study)
+        self.looked = time.monotonic()
         self.view = View(study, console, len(study.runs) - len(self.waiting))
         self.busy = 0.0
         """Seconds of runs that ended since the study was called, and what they did."""
@@ -171,9 +174,7 @@ class Runner:
         while self.waiting or self.children:
             while self.waiting and (job := self.free_job()) is not None:
                 self.children.append(self.start(self.waiting.pop(0), job))
-            crowd = self.crowd()
-            for child in self.children:
-                child.at_once = max(child.at_once, crowd[self.places.of(child.job)])
+            self.share_time()
             ended = [child for child in self.children if child.process.poll() is not None]
             for child in ended:
                 self.end(child)
@@ -181,6 +182,15 @@ class Runner:
             self.view.show([child.run for child in self.children], steps, self.time_left(steps))
             if not ended:
                 time.sleep(0.25)
+
+    def share_time(self) -> None:
+        """What went by since the last look is shared by those that go on in each place."""
+        before, self.looked = self.looked, time.monotonic()
+        crowd = self.crowd()
+        for child in self.children:
+            at_once = crowd[self.places.of(child.job)]
+            child.at_once = max(child.at_once, at_once)
+            child.share += (self.looked - max(before, child.start)) / at_once
 
     def crowd(self) -> Counter[int]:
         """Runs that go on in each place."""
@@ -249,12 +259,16 @@ class Runner:
         )
 
     def write(self) -> dict[str, Any]:
-        results = collect(self.study, {child.run.name: "running" for child in self.children}, self.errors)
+        running = {child.run.name: "running" for child in self.children}
+        results = collect(self.study, running, self.errors, self.gpu_seconds)
         write_results(self.study, results)
         return results
 
     def close(self, child: Child) -> None:
         self.children.remove(child)
+        if self.places.gpus:
+            name = child.run.name
+            self.gpu_seconds[name] = self.gpu_seconds.get(name, 0.0) + child.share
         stdin: IO[bytes] | None = child.process.stdin
         if stdin is not None:
             stdin.close()
