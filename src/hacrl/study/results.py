@@ -345,12 +345,13 @@ def print_accounting(console: Console, results: dict[str, Any]) -> None:
         table.add_row(whole["pair"], whole["variant"], "the run", *(cost(whole, key) for key in shown))
         table.add_section()
     console.print(table)
-    console.print(
+    notes = [
         "Seconds of an agent are for sampling and learning; of the run, all of its training on the wall clock, while "
-        "other runs may have shared the machine. Memory of an agent is that of a GPU.",
-        "GPU-seconds are what the run had of its GPU, shared evenly with those beside it." if on_gpus else "",
-        highlight=False,
-    )
+        "other runs may have shared the machine. Memory of an agent is that of a GPU."
+    ]
+    if on_gpus:
+        notes.append("GPU-seconds are what the run had of its GPU, shared evenly with those beside it.")
+    console.print(" ".join(notes), highlight=False)
 
 
 def cost(row: dict[str, Any], key: str) -> str:
