@@ -14,16 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hacrl.study.results import COSTS, cost
 from hacrl.study.statistics import t_interval
-
-COSTS = {
-    "rollouts": "rollouts",
-    "tokens": "tokens sampled",
-    "tokens_trained": "tokens trained",
-    "updates": "updates",
-    "seconds": "seconds",
-    "gpu_seconds": "GPU-seconds",
-}
 
 
 def main() -> None:
@@ -101,12 +93,8 @@ def paired(gaps: list[float]) -> str:
 def costs(study: dict[str, Any]) -> str:
     rows = [row for row in study["accounting"] if row["rollouts"] is not None]
     keys = [key for key in COSTS if any(row.get(key) is not None for row in rows)]
-    cells = [[row["pair"], f"`{row['variant']}`", *(count(row.get(key)) for key in keys)] for row in rows]
+    cells = [[row["pair"], f"`{row['variant']}`", *(cost(row, key) for key in keys)] for row in rows]
     return table(["pair", "variant", *(COSTS[key] for key in keys)], cells)
-
-
-def count(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def merge(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return apply_overrides(data, [f"{key}={yaml.safe_dump(value)}" for key, value in flat(changes)])
 
 
-def of_present(changes: Mapping[str, Any], present: set[str], known: set[str]) -> dict[str, Any]:
+def of_present_agents(changes: Mapping[str, Any], present: set[str], known: set[str]) -> dict[str, Any]:
     """Without the settings of agents that only other pairs have; an id that no pair has stays, to be refused."""
 
     def absent(key: str) -> bool:
@@ -183,7 +183,7 @@ def of_present(changes: Mapping[str, Any], present: set[str], known: set[str]) -
     return {key: value for key, value in flat(changes) if not absent(key)}
 
 
-def ids(data: Mapping[str, Any]) -> set[str]:
+def listed_ids(data: Mapping[str, Any]) -> set[str]:
     """Of the agents in settings that nobody has checked yet."""
     agents = data.get("agents")
     items = agents if isinstance(agents, list) else []
@@ -283,9 +283,9 @@ def run_settings(
     usual = RunConfig.model_fields["algorithm"].default.name
     data = merge({"algorithm": {"name": usual}}, config.base)
     data = merge(data, over_base)
-    present, known = ids(data), ids(config.base).union(*map(ids, config.pairs.values()))
+    present, known = listed_ids(data), listed_ids(config.base).union(*map(listed_ids, config.pairs.values()))
     settings, changes, option = (
-        of_present(layer, present, known) for layer in (config.settings, config.algorithms[algorithm], option)
+        of_present_agents(layer, present, known) for layer in (config.settings, config.algorithms[algorithm], option)
     )
     # A checkpoint every few steps, as in many a config, would fill the disk with what nobody looks at.
     data = merge({**data, "save_every": 0}, settings)

@@ -26,7 +26,7 @@ OF_AN_AGENT = (
     "learn_seconds",
     "peak_memory_gib",
 )
-OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "gpu_seconds", "peak_memory_gib")
+OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "peak_memory_gib")
 MEASURED = {
     "final_accuracy": "accuracy on held-out problems",
     "final_sampled": "accuracy of sampled answers to held-out problems",
@@ -46,10 +46,6 @@ def collect(
     """
     gpu_seconds = gpu_seconds or {}
     summaries = {run.name: run.summary for run in study.runs}
-    known = {
-        name: None if summary is None else {**summary, "gpu_seconds": gpu_seconds.get(name)}
-        for name, summary in summaries.items()
-    }
     agents = [
         agent_row(study, pair, variant, agent, summaries)
         for pair in study.pairs
@@ -68,16 +64,7 @@ def collect(
         "runs": [run_row(study, run, summaries[run.name], running, errors, gpu_seconds) for run in study.runs],
         "agents": agents,
         "accounting": [
-            {
-                "pair": pair,
-                "variant": variant,
-                **{
-                    key: mean([total(summary, key) for summary in done(study, pair, variant, known).values()])
-                    for key in OF_A_RUN
-                },
-            }
-            for pair in study.pairs
-            for variant in study.variants
+            cost_row(study, pair, variant, summaries, gpu_seconds) for pair in study.pairs for variant in study.variants
         ],
         "comparisons": compare(study, agents),
     }
@@ -93,8 +80,9 @@ def read_gpu_seconds(study: Study) -> dict[str, float]:
     """By name of the run: what earlier calls of the study wrote down."""
     file = study.folder / "study.json"
     rows = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
-    names = {f"{row['pair']}/{row['variant']}/seed-{row['seed']}": row.get("gpu_seconds") for row in rows}
-    return {name: seconds for name, seconds in names.items() if seconds is not None}
+    found = {(row["pair"], row["variant"], row["seed"]): row.get("gpu_seconds") for row in rows}
+    by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
+    return {name: seconds for name, seconds in by_name.items() if seconds is not None}
 
 
 def run_row(
@@ -147,6 +135,19 @@ def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summ
         "low": low,
         "high": high,
         "accounting": {key: mean([row.get(key) for row in own.values()]) for key in OF_AN_AGENT},
+    }
+
+
+def cost_row(
+    study: Study, pair: str, variant: str, summaries: Summaries, gpu_seconds: dict[str, float]
+) -> dict[str, Any]:
+    """Means over the runs that are done."""
+    finished = {run.name: summary for run in study.group(pair, variant) if (summary := summaries[run.name])}
+    return {
+        "pair": pair,
+        "variant": variant,
+        **{key: mean([total(summary, key) for summary in finished.values()]) for key in OF_A_RUN},
+        "gpu_seconds": mean([gpu_seconds.get(name) for name in finished]),
     }
 
 
