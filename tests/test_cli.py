@@ -716,6 +716,16 @@ def test_eval_on_benchmarks(hacrl: Run) -> None:
     )
     assert "gsm8k:train: 1 of 1 references right" in checked.out
     assert_refused(hacrl("eval", "--check-verifier"), "--data")
+    for option, value in (("--k", "2"), ("--limit", "5"), ("--seed", "1"), ("--output", "out")):
+        refused = hacrl("eval", "--check-verifier", "--data", "data", option, value)
+        assert_refused(refused, f"{option} has no meaning with --check-verifier")
+    for folder, file in (("warm", "warmup.yaml"), ("run", "config.yaml")):
+        Path(folder).mkdir()
+        Path(folder, file).touch()
+    benchmarks = ("--benchmarks", "GSM8K", "--data", "data")
+    assert_refused(hacrl("eval", "warm", *benchmarks), "Give one of its models: warm/checkpoint-STEP/agents/ID")
+    assert_refused(hacrl("eval", "run", *benchmarks, "--config", "demo"), "--config is for a model, and run is a run")
+    assert_refused(hacrl("eval", "run", "--config", "demo"), "--config is for a model, and run is a run")
 
 
 def test_eval_of_what_is_not_there(hacrl: Run) -> None:

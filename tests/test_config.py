@@ -157,6 +157,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"agents": ["zoo:llama-weak"]}, ["agents.0", "'zoo:llama-weak'"]),
     ({"agents": [{"id": "a"}]}, ["agents.0.model: missing"]),
     ({"agents": [{"id": "../a", "model": "x"}]}, ["agents.0.id", "'../a'"]),
+    (
+        {"agents": [{**PAIR[0], "engine": "vllm", "top_p": 0.9, "temperature": 0.8}]},
+        ["agents.0", "with top_p or top_k use temperature: 1, or engine: native"],
+    ),
     ({"agents": [{**PAIR[0], "num_generations": True}]}, ["agents.0", "num_generations is a number, not true"]),
     ({"task": "arithmetic"}, ["task", "'arithmetic'"]),
     ({"task": {"name": "aritmetic"}}, ["task.name", "'arithmetic'", "'aritmetic'"]),

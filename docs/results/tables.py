@@ -1,6 +1,7 @@
 """Markdown tables of a study.
 
     python docs/results/tables.py docs/results/sharing.json                      # against its baseline
+    python docs/results/tables.py docs/results/smollm2.json --intervals          # of accuracies too
     python docs/results/tables.py docs/results/sharing.json hacpo_robust gspo    # one against another, by agent
 
 Accuracies are means over seeds in percent, on held-out problems; differences are paired by seed, in points, with 95 %
@@ -19,14 +20,15 @@ from hacrl.study.statistics import t_interval
 
 
 def main() -> None:
-    path, *variants = sys.argv[1:]
+    intervals = "--intervals" in sys.argv
+    path, *variants = [word for word in sys.argv[1:] if word != "--intervals"]
     study = json.loads(Path(path).read_text(encoding="utf-8"))
     done = sum(run["status"] == "done" for run in study["runs"])
     print(f"### {study['title']}\n\n{done} of {len(study['runs'])} runs, seeds {study['seeds']}.\n")
     if variants:
         print(versus(study, *variants))
     else:
-        print(accuracies(study), differences(study), costs(study), sep="\n\n")
+        print(accuracies(study, intervals), differences(study), costs(study), sep="\n\n")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -34,18 +36,23 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def accuracies(study: dict[str, Any]) -> str:
+def accuracies(study: dict[str, Any], intervals: bool) -> str:
     cells = {(row["pair"], row["agent"], row["variant"]): row for row in study["agents"]}
     places = list(dict.fromkeys((row["pair"], row["agent"]) for row in study["agents"]))
     rows = [["start", *(start(study, *place) for place in places)]]
     for variant in study["variants"]:
         found = [cells.get((*place, variant)) for place in places]
-        rows.append([f"`{variant}`", *("" if row is None else percent(row["mean"]) for row in found)])
+        rows.append([f"`{variant}`", *("" if row is None else accuracy(row, intervals) for row in found)])
     return table(["accuracy", *(f"{pair}: {agent}" for pair, agent in places)], rows)
 
 
 def start(study: dict[str, Any], pair: str, agent: str) -> str:
     return next(percent(row["start"]) for row in study["agents"] if (row["pair"], row["agent"]) == (pair, agent))
+
+
+def accuracy(row: dict[str, Any], interval: bool) -> str:
+    known = interval and row["low"] is not None
+    return percent(row["mean"]) + (f" [{percent(row['low'])}, {percent(row['high'])}]" if known else "")
 
 
 def percent(value: float | None) -> str:

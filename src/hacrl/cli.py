@@ -176,14 +176,31 @@ def evaluate(
     ] = False,
 ) -> None:
     """Accuracy of a model, or of every agent of a run: on held-out problems, or on the usual benchmarks."""
-    names = [name.strip() for name in benchmarks.split(",") if name.strip()] if benchmarks is not None else None
+    names = None
+    if benchmarks is not None:
+        names = [name.strip().lower() for name in benchmarks.split(",") if name.strip()]
+    of_models: dict[str, Any] = {
+        "--k": k,
+        "--system-prompt": system_prompt,
+        "--max-completion-length": max_completion_length,
+        "--temperature": temperature,
+        "--seed": seed,
+        "--batch-size": batch_size,
+        "KEY=VALUE": overrides,
+    }
     if check_verifier:
         if target is not None or data is None:
             raise UserError("--check-verifier takes no model, and --data with the folder of the benchmarks' files.")
+        without = {**of_models, "--config": config, "--checkpoint": checkpoint, "--limit": problems, "--output": output}
+        for name, value in without.items():
+            if value is not None and value != []:
+                raise UserError(f"{name} has no meaning with --check-verifier: it judges all answers of the data.")
         print_checks(names, data)
         return
     if target is None:
         raise UserError("Which model? Give zoo:NAME, a folder, a hub id, or a run.")
+    if config is not None and (Path(target) / "config.yaml").is_file():
+        raise UserError(f"--config is for a model, and {target} is a run: its agents have settings of their own.")
     if names is not None:
         from hacrl.evaluation.benchmarks import Options, evaluate_benchmarks
 
@@ -208,17 +225,7 @@ def evaluate(
             fail("interrupted; the same command goes on where it stopped.", 130)
         print_benchmarks(results, folder, names)
         return
-    given = {
-        "--data": data,
-        "--k": k,
-        "--system-prompt": system_prompt,
-        "--max-completion-length": max_completion_length,
-        "--temperature": temperature,
-        "--seed": seed,
-        "--batch-size": batch_size,
-        "KEY=VALUE": overrides,
-    }
-    for name, value in given.items():
+    for name, value in {"--data": data, **of_models}.items():
         if value is not None and value != []:
             raise UserError(f"{name} needs --benchmarks: the held-out problems are answered as in training.")
     from hacrl.evaluation.heldout import evaluate_target
@@ -229,7 +236,8 @@ def evaluate(
     for row in evaluate_target(target, config or "demo", checkpoint, problems, output):
         interval = f"{row.low:.3f} – {row.high:.3f}"
         numbers = (f"{row.accuracy:.3f}", interval, str(row.problems), str(row.unverified))
-        table.add_row(row.agent, Text(row.model), *numbers)
+        labels = (Text(row.agent), Text(row.model)) if row.part is None else (Text(""), Text(row.part, style="dim"))
+        table.add_row(*labels, *numbers)
     console.print(table)
 
 

@@ -180,9 +180,10 @@ class AgentConfig(Settings):
         if self.engine == "vllm":
             if self.lora is not None:
                 raise ValueError("engine: vllm samples from whole weights; use engine: native with lora")
-            if (self.top_p < 1 or self.top_k) and not self.recomputes_logprobs:
+            if (self.top_p < 1 or self.top_k) and self.temperature != 1:
                 raise ValueError(
-                    "engine: vllm reports log-probabilities after top_p and top_k; add recompute_logprobs: true"
+                    "engine: vllm reports log-probabilities before temperature or after top_p and top_k, and learning "
+                    "needs those between; with top_p or top_k use temperature: 1, or engine: native"
                 )
         elif self.resources.sampler is not None:
             raise ValueError("resources.sampler is the process of vLLM: add engine: vllm, or leave it out")
@@ -216,7 +217,7 @@ class CurriculumConfig(Strict):
 
     stages: Annotated[list[dict[str, Any]], Field(min_length=2)]
     """Options of each stage, over `options`."""
-    threshold: float = 0.8
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
     """The next stage begins when the mean reward of the last `window` steps is at least this."""
     window: Positive = 5
 
@@ -292,14 +293,30 @@ class SourceConfig(Strict):
             raise ValueError(f"the task {self.name} has its own verifier: remove reward")
         if self.name is not None and self.eval is not None:
             raise ValueError(f"the task {self.name} has its own held-out problems: remove eval")
-        if self.min_operators > self.max_operators:
-            raise ValueError("min_operators is larger than max_operators")
         if self.name is not None and self.eval_split not in ("test", "validation"):
             raise ValueError(f"eval_split of {self.name} is test or validation")
-        if self.generator is None:
-            for option in ("options", "answer", "instruction", "curriculum"):
-                if getattr(self, option) != SourceConfig.model_fields[option].default:
-                    raise ValueError(f"{option} is for tasks from reasoning-gym (name: gym:GENERATOR): remove it")
+        arithmetic, gym = "the task arithmetic (name: arithmetic)", "tasks from reasoning-gym (name: gym:GENERATOR)"
+        for fits, whose, options in (
+            (self.name == "arithmetic", arithmetic, ("min_operators", "max_operators", "max_operand", "minus_share")),
+            (self.generator is not None, gym, ("options", "answer", "instruction", "curriculum")),
+            (is_data_set(self.train), "data sets of the hub (org/name)", ("subset", "train_split")),
+            (is_data_set(self.eval), "data sets of the hub (org/name)", ("eval_subset",)),
+        ):
+            for option in options:
+                if not fits and getattr(self, option) != SourceConfig.model_fields[option].default:
+                    raise ValueError(f"{option} is for {whose}: remove it")
+        if self.min_operators > self.max_operators:
+            raise ValueError("min_operators is larger than max_operators")
+
+
+def is_data_set(source: str | None) -> bool:
+    """Whether it is no single file: one of the hub, or a folder."""
+    return source is not None and not source.endswith((".jsonl", ".json", ".parquet"))
+
+
+def part_label(id: str | None, name: str | None, train: str | None) -> str:
+    """What metrics call a part of a mixture."""
+    return id or (name or "").removeprefix("gym:") or Path(str(train)).stem
 
 
 class PartConfig(SourceConfig):
@@ -311,7 +328,7 @@ class PartConfig(SourceConfig):
 
     @property
     def label(self) -> str:
-        return self.id or self.generator or self.name or Path(str(self.train)).stem
+        return part_label(self.id, self.name, self.train)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -60,20 +60,26 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return data
 
 
+def find_item(items: Sequence[Any], path: Sequence[str], where: str) -> tuple[int, Sequence[str]]:
+    """The position of the item that a path begins with, by its id or its position, and the rest of the path."""
+    ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(items)]
+    # An id may have dots itself: the longest that fits is meant.
+    parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
+    key = ".".join(path[:parts])
+    position = ids.index(key) if key in ids else int(key) if key.isdecimal() else -1
+    if not 0 <= position < len(items):
+        raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
+    return position, path[parts:]
+
+
 def _replace(node: Any, path: Sequence[str], value: Any, where: str) -> Any:
-    """A copy of the tree with one place changed. List items are found by position or by their id."""
+    """A copy of the tree with one place changed."""
     if not path:
         return value
-    key, rest = path[0], path[1:]
     if isinstance(node, list):
-        ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(node)]
-        # An id may have dots itself: the longest that fits is meant.
-        parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
-        key, rest = ".".join(path[:parts]), path[parts:]
-        position = ids.index(key) if key in ids else int(key) if key.isdecimal() else -1
-        if not 0 <= position < len(node):
-            raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
+        position, rest = find_item(node, path, where)
         return [_replace(item, rest, value, where) if i == position else item for i, item in enumerate(node)]
+    key, rest = path[0], path[1:]
     if node is None:
         node = {}
     if not isinstance(node, dict):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hacrl.errors import UserError
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run import train
-from hacrl.training.trainer import learning_rate
+from hacrl.training.schedule import learning_rate
 from tiny_models import tiny
 
 PAD, BOS, EOS = 0, 1, 2
@@ -75,6 +76,41 @@ def test_a_model_without_any_end_of_turn_is_refused(model_dir: Path) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"agents\.b: the model has no end-of-turn token"):
         end_of_turn_ids(model, tokenizer, "b")
+
+
+# --- positions -----------------------------------------------------------------------------------------
+
+
+TOO_LONG = r"max_prompt_length \(32\) and max_completion_length \(33\) allow 65 tokens, but .* has 64 positions"
+
+
+def with_64_positions(kind: str, folder: Path) -> Path:
+    own = {"opt": {"word_embed_proj_dim": 32, "ffn_dim": 48}, "gptj": {"rotary_dim": 8}}
+    tiny(kind, max_position_embeddings=64, **own.get(kind, {})).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ZOO / "llama-plus").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj"])
+def test_a_table_of_positions_must_have_one_for_every_token(kind: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    agent = {"id": "a", "model": str(with_64_positions(kind, tmp_path / "model"))}
+    config = make_config(agents=[agent], algorithm={"name": "gspo"}, max_completion_length=33)
+    with pytest.raises(UserError, match=rf"agents\.a: {TOO_LONG}\. Lower one of them"):
+        train(config)
+    assert not Path(config.output_dir).exists()
+    config = make_config(agents=[agent], algorithm={"name": "gspo"}, max_completion_length=32, max_steps=1)
+    assert train(config).summary["steps"] == 1
+
+
+def test_more_positions_than_a_model_was_made_for_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_64_positions("llama", tmp_path / "model")
+    make_agent(folder, max_prompt_length=32, max_completion_length=32).check_prompts([])
+    assert not caplog.records
+    make_agent(folder, max_prompt_length=32, max_completion_length=33).check_prompts([])
+    (record,) = caplog.records
+    assert re.search(f"Agent a: {TOO_LONG}. It was not made for longer texts", record.getMessage())
 
 
 # --- special tokens ------------------------------------------------------------------------------------

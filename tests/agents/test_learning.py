@@ -506,6 +506,17 @@ def test_one_rollout_that_does_not_fit_is_an_error(
     assert all(torch.equal(weight, was) for weight, was in zip(agent.weights.weights, before, strict=True))
 
 
+def test_the_loss_is_that_of_the_updates_that_were_made(sampled: list[list[Rollout]]) -> None:
+    lesson = lesson_of(sampled[0], [[1], [2]])
+    expected = make_agent(GSPO()).learn(lesson).metrics["loss"]
+    lesson.minibatches.insert(0, [0])
+    first = [row for row, rollout in enumerate(lesson.rollouts) if rollout.prompt_index == 0]
+    lesson.advantage_N[first] = math.inf
+    metrics = make_agent(GSPO()).learn(lesson).metrics
+    assert (metrics["updates"], metrics["nonfinite_updates"]) == (2, 1)
+    assert metrics["loss"] == expected
+
+
 # --- old log-probabilities -----------------------------------------------------------------------------
 
 
@@ -704,6 +715,23 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 5 MB to spare beside the optimizer: less than the activations of one rollout."""
     pages = (12 * 334_272 + 5_000_000) // 4096
     monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_AVPHYS_PAGES" else 4096)
+
+
+def test_the_plain_path_computes_activations_again_too(sampled: list[list[Rollout]], exact: Any) -> None:
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[-1] += tensor.numel()
+        return tensor
+
+    gradients = []
+    for wanted in (False, True):
+        agent = exact(make_agent(GSPO(), fast=False, gradient_checkpointing=wanted))
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            gradients.append(learn(agent, lesson_of(sampled[0]))[0][0])
+    assert kept[1] < kept[0] / 4
+    assert distance(*gradients) < 1e-9
 
 
 @pytest.mark.usefixtures("_little_memory")

@@ -1,6 +1,7 @@
 """Adapters: what is driven is what PEFT computes, nothing but adapters moves, and agents share one model."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,6 +306,17 @@ def test_adapters_can_be_trained_further_or_merged(run_dir: Path) -> None:
 def test_adapters_of_another_kind_are_refused(run_dir: Path, lora: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"agents\.a\.lora: .* holds adapters with \w+ .* Set lora to that"):
         make_agent(model=str(run_dir / "checkpoint-3" / "agents" / "a"), lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("use_rslora", True), ("use_dora", True), ("alpha_pattern", {"q_proj": 2}), ("bias", "all")]
+)
+def test_adapters_that_mean_something_else_are_refused(option: str, value: Any, run_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run_dir / "checkpoint-3" / "agents" / "a", tmp_path / "a")
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), option: value}))
+    with pytest.raises(UserError, match=rf"agents\.a\.lora: .* holds adapters with {option} .* merge_and_unload"):
+        make_agent(model=str(folder))
 
 
 def test_a_run_with_adapters_is_evaluated(run_dir: Path) -> None:

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from conftest import FAST, MakeConfig
 from hacrl.errors import UserError
-from hacrl.evaluation.benchmarks import EvaluationDir, Judge, Options, evaluate_benchmarks, read_lines, weights_of
+from hacrl.evaluation.answers import Judge
+from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.check import check_verifier
 from hacrl.evaluation.figures import majority
 from hacrl.tasks.benchmarks import load_benchmarks
@@ -127,7 +128,7 @@ def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem
 
     from hacrl.agents.loading import load_tokenizer, resolve_model
     from hacrl.config import AgentConfig
-    from hacrl.evaluation.benchmarks import Sampler
+    from hacrl.evaluation.answers import Sampler
     from hacrl.tasks.problem import Problem
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL))
@@ -139,6 +140,12 @@ def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem
     assert load_tokenizer(config).chat_template is None
     ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
     assert ids == tokenizer.encode("1+2=\n7=\n")
+    # A template that knows no system role, as Gemma's.
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer.chat_template = refuses + "{% for message in messages %}{{ message.content }}{% endfor %}="
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
+    assert ids == tokenizer.encode("1+2=\n7==")
 
 
 # --- resuming --------------------------------------------------------------------------------------
@@ -184,7 +191,7 @@ def test_half_a_batch_is_done_again_and_a_finished_benchmark_is_not(
     evaluate(data, tmp_path / "out", k=4, batch_size=8)
     assert path.read_bytes() == reference
 
-    import hacrl.evaluation.benchmarks as module
+    import hacrl.evaluation.answers as module
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("a finished evaluation loads no model and judges nothing")
@@ -199,6 +206,9 @@ def test_benchmarks_may_be_added(data: Path, tmp_path: Path) -> None:
     evaluate(data, tmp_path / "out", k=2)
     results = evaluate(data, tmp_path / "out", benchmarks=["aime25", "gsm8k"], k=2)
     assert results["agents"]["model"]["benchmarks"].keys() == {"gsm8k", "aime25"}
+    assert results["agents"]["model"]["mean"]["benchmarks"] == ["aime25", "gsm8k"]
+    results = evaluate(data, tmp_path / "out", k=2)
+    assert results["agents"]["model"]["mean"]["benchmarks"] == ["gsm8k"]
 
 
 # --- refusals --------------------------------------------------------------------------------------
@@ -215,6 +225,8 @@ def test_a_folder_of_something_else_is_refused(data: Path, tmp_path: Path) -> No
         ({"k": 2, "limit": 5}, "problems 6, now 5"),
         ({"k": 2, "system_prompt": "7"}, "system_prompt '', now '7'"),
         ({"k": 2, "target": "zoo:llama-minus"}, "weights"),
+        ({"benchmarks": ["aime25"], "target": "zoo:llama-minus"}, "weights"),
+        ({"benchmarks": ["aime25"], "system_prompt": "7"}, "system_prompt '', now '7'"),
     ):
         with pytest.raises(UserError, match="holds gsm8k of zoo:llama-plus with other settings") as caught:
             evaluate(data, out, **changes)
@@ -235,7 +247,11 @@ def test_impossible_options(data: Path, tmp_path: Path) -> None:
         ({"checkpoint": 3}, "--checkpoint is for a run"),
         ({"target": "zoo:llama-week"}, "did you mean llama-weak"),
         ({"overrides": ["top_q=1"]}, "did you mean top_p"),
+        ({"overrides": ["model=zoo:llama-weak"]}, "the model is the command's first word"),
+        ({"overrides": ["temperature=0.7"]}, "use --temperature"),
         ({"benchmarks": ["gms8k"]}, "did you mean gsm8k"),
+        ({"benchmarks": []}, "No benchmark is named. There are gsm8k, math500"),
+        ({"benchmarks": ["aime24"]}, "There are files of aime25"),
     ):
         with pytest.raises(UserError, match=message):
             evaluate(data, out, **changes)
@@ -246,8 +262,50 @@ def test_prompts_longer_than_the_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     row = {"question": "1+" * 200 + "1=", "answer": "#### 201"}
     (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    with pytest.raises(UserError, match="a prompt has 403 tokens, and zoo:llama-plus has 256 positions"):
+    with pytest.raises(UserError, match="shortest prompt has 403 tokens, and zoo:llama-plus has 256 positions"):
         evaluate(tmp_path / "data", tmp_path / "out")
+    # Nothing was sampled, so the folder is free for something else.
+    (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "#### 2"}))
+    evaluate(tmp_path / "data", tmp_path / "out")
+
+
+def test_a_problem_that_does_not_fit_is_wrong_and_shortens_no_other_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").mkdir()
+    sums = {"3+4+5=": "12", "1+" * 200 + "1=": "201", "1+" * 120 + "1=": "121"}
+    rows = [{"question": question, "answer": f"#### {answer}"} for question, answer in sums.items()]
+    (tmp_path / "data" / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    row = evaluate(tmp_path / "data", tmp_path / "out", batch_size=1)["agents"]["model"]["benchmarks"]["gsm8k"]
+    assert "1 prompts do not fit into zoo:llama-plus (256 positions): counted as wrong" in caplog.text
+    assert "1 prompts leave less than 40 tokens" in caplog.text
+    lines = {line["prompt"]: line for line in read_lines(tmp_path / "out" / "gsm8k.jsonl")}
+    short, longest, long = (lines[question] for question in sums)
+    assert (longest["reward"], longest["num_tokens"], longest["finish_reason"]) == (0.0, 0, "length")
+    assert long["num_tokens"] <= 256 - 243
+    assert (short["finish_reason"], row["completions"], row["figures"]["avg@1"]["problems"]) == ("stop", 3, 3)
+    alone = {"question": "3+4+5=", "answer": "#### 12"}
+    (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps(alone) + "\n", encoding="utf-8")
+    evaluate(tmp_path / "data", tmp_path / "alone")
+    assert read_lines(tmp_path / "alone" / "gsm8k.jsonl")[0]["text"] == short["text"]
+
+
+def test_problems_that_are_no_text(data: Path, tmp_path: Path) -> None:
+    for question, message in (
+        ('["1+1="]', "question is a list, expected text"),
+        ('"\\ud83d 1+1="', "not valid Unicode"),
+    ):
+        (data / "gsm8k.jsonl").write_text(f'{{"question": {question}, "answer": "#### 2"}}\n', encoding="utf-8")
+        with pytest.raises(UserError, match=message):
+            evaluate(data, tmp_path / "out")
+
+
+def test_a_damaged_line_is_named(data: Path, tmp_path: Path) -> None:
+    evaluate(data, tmp_path / "out")
+    path = tmp_path / "out" / "gsm8k.jsonl"
+    path.write_text("{broken\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"gsm8k.jsonl has a damaged line .*sampled anew"):
+        evaluate(data, tmp_path / "out")
 
 
 def test_weights_tell_models_apart() -> None:
@@ -260,7 +318,7 @@ def test_weights_tell_models_apart() -> None:
 
 
 def test_hostile_completions_are_counted_not_wrong(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
-    import hacrl.evaluation.benchmarks as module
+    import hacrl.evaluation.answers as module
 
     monkeypatch.setattr(module, "VERIFY_SECONDS", 3.0)
     (gsm8k,) = load_benchmarks(["gsm8k"], data, limit=1)

@@ -145,7 +145,10 @@ def test_all_right_is_not_certainty() -> None:
     """The exact binomial bound of 10 of 10, as tables have it."""
     assert problems_interval(np.ones((10, 4))) == pytest.approx((0.6915, 1.0), abs=1e-4)
     assert problems_interval(np.zeros((10, 1))) == pytest.approx((0.0, 0.3085), abs=1e-4)
-    assert mean_interval([0.5, 0.5]) == (0.5, 0.5)
+    # All problems half right: as wide as Chernoff's bound, exp(-20 KL(0.5, x)) = 0.025.
+    low, high = mean_interval([0.5] * 20)
+    assert low == pytest.approx(1 - high)
+    assert 20 * (0.5 * math.log(0.5 / low) + 0.5 * math.log(0.5 / (1 - low))) == pytest.approx(-math.log(0.025))
     assert all(math.isnan(bound) for bound in mean_interval([]))
 
 
@@ -172,3 +175,18 @@ def test_sets_that_are_all_wrong_leave_the_mean_uncertain() -> None:
     assert 0.3085 / 2 < high < 0.3085
     value, low, high = mean_over_sets([np.ones(10), np.zeros(10)])
     assert low < value == 0.5 < high
+
+
+def test_sets_that_are_all_wrong_do_not_lift_the_mean() -> None:
+    """What a weak model finds: some sets with a few right answers, some without any."""
+    random = np.random.default_rng(5)
+    rates, sizes = (0.3, 0.2, 0.05, 0.05, 0.03, 0.001, 0.001), (400, 200, 100, 200, 40, 30, 30)
+    below = above = 0
+    for _ in range(100):
+        value, low, high = mean_over_sets(
+            [(random.random(n) < p).astype(float) for p, n in zip(rates, sizes, strict=True)]
+        )
+        assert low < value < high
+        below += np.mean(rates) < low
+        above += np.mean(rates) > high
+    assert max(below, above) <= 6

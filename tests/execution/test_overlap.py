@@ -1,6 +1,7 @@
 """Overlap: rollouts of the next step are sampled before the updates of this one, and everything knows it."""
 
 import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
@@ -57,6 +58,24 @@ def test_ratios_correct_for_the_age_and_the_gap_does_not_count_it(overlapped: Pa
         assert max(abs(ratio - 1) for ratio in ratios[step]) > 1e-2
 
 
+def test_rollouts_of_an_earlier_policy_are_not_compared_with_the_one_of_now() -> None:
+    """Also if none is left of those that were scored when they were sampled."""
+    problems = ArithmeticTask().heldout("test", 2)
+    settings = {"num_generations": 8, "max_completion_length": 20}
+    agent = Agent(AgentConfig(id="a", model="zoo:llama-plus", **settings), 0, GSPO(), seed=0)
+
+    def lesson(rollouts: list[Rollout]) -> Lesson:
+        advantage_N = torch.tensor([(-1.0) ** n for n in range(len(rollouts))], dtype=torch.float64)
+        prompts = [problem.prompt for problem in problems]
+        return Lesson(1, prompts, rollouts, advantage_N, torch.ones_like(advantage_N), [[0, 1]], learning_rate=1e-3)
+
+    now, ahead = agent.sample(problems, 1, 0), agent.sample_ahead(problems, 2)
+    assert agent.learn(lesson(now)).metrics["logprob_gap"] < 1e-4
+    result = agent.learn(lesson([rollout for rollout in ahead if rollout.index > 0]))
+    assert abs(result.records["log_ratio"]).max() > 1e-3
+    assert "logprob_gap" not in result.metrics
+
+
 def test_every_agent_samples_the_problems_of_the_plain_run(overlapped: Path, tmp_path: Path) -> None:
     """Step 1 is the same with and without overlap, and in all steps the problems are."""
     plain = train(interruptible(tmp_path / "plain")).run_dir
@@ -76,6 +95,19 @@ def test_a_run_continues_to_the_bit_with_what_was_sampled_ahead(overlapped: Path
     (run_dir / "summary.json").unlink()
     train(resumed_config(run_dir, []), resume=True)
     assert_equal_runs(run_dir, overlapped)
+
+
+def test_rollouts_that_were_sampled_for_other_problems_are_refused(overlapped: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(overlapped, run_dir)
+    shutil.rmtree(run_dir / "checkpoint-5")
+    (run_dir / "summary.json").unlink()
+    file = run_dir / "checkpoint-4" / "trainer.json"
+    state = json.loads(file.read_text())
+    state["ahead"]["rollouts"][1][3]["prompt_id"] = "1+1="
+    file.write_text(json.dumps(state))
+    with pytest.raises(UserError, match="no longer gives the problems that the run was started with"):
+        train(resumed_config(run_dir, []), resume=True)
 
 
 def test_agents_wait_for_the_slowest(overlapped: Path, make_config: MakeConfig) -> None:

@@ -83,6 +83,26 @@ def test_chat_messages_from_a_file_to_the_reward_function(make_config: MakeConfi
     assert all(line["prompt"][0]["role"] == "user" for line in lines)
 
 
+def test_dynamic_sampling_counts_what_was_not_verified_also_where_it_is_replaced(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    task = write_task(
+        tmp_path,
+        "rewards = [None if len(prompt) % 2 else float(i % 2) for i, prompt in enumerate(prompts)]",
+        f"with open({str(tmp_path / 'open')!r}, 'a') as file:",
+        "    file.write('x' * rewards.count(None))",
+        "return rewards",
+    )
+    settings = {"dynamic_sampling": True, "dynamic_sampling_rounds": 2, "prompts_per_step": 4, "max_steps": 2}
+    run = RunDir(train(make_config("llama-plus", algorithm={"name": "gspo"}, task=task, **settings)).run_dir)
+    lines = run.metrics()[1:]
+    assert any(line["prompts_discarded"] for line in lines)
+    summary = run.summary()
+    assert summary is not None
+    unverified = summary["agents"]["agent0"]["unverified"]
+    assert unverified == sum(line["agent0/unverified"] for line in lines) == len((tmp_path / "open").read_text())
+
+
 def test_verifier_timeouts_and_errors_are_counted_apart_and_never_0(make_config: MakeConfig, tmp_path: Path) -> None:
     """The function is called once for each agent in each step."""
     task = write_task(
@@ -164,6 +184,8 @@ def test_weights_that_are_not_the_ones_sampled_from_are_an_error(
     with torch.no_grad():
         for parameter in agent.model.parameters():
             parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+    for rollout in rollouts:
+        rollout.policy_version = agent.learner.updates
     with pytest.raises(UserError, match=r"Agent able, step 3: .* differ from the learner's by") as caught:
         agent.learn(lesson)
     gap, clipped = re.search(r"by (\S+) per token .* and (\d+)% of", str(caught.value)).groups()

@@ -14,8 +14,10 @@ import torch
 
 from conftest import FAST, MakeConfig
 from hacrl.config import RunConfig
+from hacrl.errors import UserError
+from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import complete_checkpoints, step_of
-from hacrl.training.run import resumed_config, train
+from hacrl.training.run import check_same_run, resumed_config, train
 from hacrl.training.run_dir import RunDir
 
 
@@ -120,8 +122,80 @@ def test_a_longer_run_continues_a_finished_one(make_config: MakeConfig, tmp_path
     assert RunDir(run_dir).config().max_steps == 3
 
 
+def test_a_run_that_met_a_long_question_continues_with_more_room(make_config: MakeConfig, tmp_path: Path) -> None:
+    settings = {
+        "max_steps": 4,
+        "save_every": 1,
+        "task": {"name": "arithmetic", "eval_size": 1},
+        "trace": True,
+        "seed": 3,
+    }
+    lengths = [len(str(problem.prompt)) + 1 for problem in ArithmeticTask(seed=3).train(0, 16)]
+    short, long = max(lengths[:8]), max(lengths)
+    assert short < long
+    with pytest.raises(UserError, match=rf"has \d+ tokens .* max_prompt_length \({short}\)\. Continue the run with"):
+        train(make_config(**settings, max_prompt_length=short))
+    run_dir = tmp_path / "run"
+    assert complete_checkpoints(run_dir)
+    assert RunDir(run_dir).summary() is None
+    train(resumed_config(run_dir, [f"max_prompt_length={long}"]), resume=True)
+    reference = train(make_config(**settings, max_prompt_length=64, output_dir=str(tmp_path / "whole"))).run_dir
+    assert_equal_runs(run_dir, reference)
+    assert {agent.max_prompt_length for agent in RunDir(run_dir).config().agents} == {long}
+
+
+def test_the_room_for_prompts_may_change_for_one_agent(make_config: MakeConfig) -> None:
+    saved = make_config(max_steps=1)
+    run = RunDir.create(saved)
+    config = resumed_config(run.path, ["agents.agent1.max_prompt_length=64"])
+    assert [agent.max_prompt_length for agent in config.agents] == [32, 64]
+    check_same_run(config, saved)
+    run.write_config(config)
+    config = resumed_config(run.path, ["max_prompt_length=48"])
+    assert [agent.max_prompt_length for agent in config.agents] == [48, 64]
+    for place in ("1", "agent1"):
+        with pytest.raises(UserError, match=rf"agents\.{place}\.learning_rate cannot be changed"):
+            resumed_config(run.path, [f"agents.{place}.learning_rate=1"])
+    with pytest.raises(UserError, match="was started with another agents"):
+        check_same_run(make_config("llama-plus", max_steps=1), saved)
+
+
+def test_an_agent_whose_id_has_dots_may_get_more_room_and_other_resources(make_config: MakeConfig) -> None:
+    agents = [
+        {"id": "a-1.7b", "model": "zoo:llama-plus", "max_prompt_length": 24},
+        {"id": "b", "model": "zoo:neox-pair"},
+    ]
+    saved = make_config(agents=agents, max_steps=1, resources={"custom": {"big": 1}})
+    run = RunDir.create(saved)
+    overrides = ["agents.a-1.7b.max_prompt_length=40", "agents.a-1.7b.resources.num_cpus=2", "resources.num_cpus=3"]
+    config = resumed_config(run.path, overrides)
+    assert [(agent.max_prompt_length, agent.resources.num_cpus) for agent in config.agents] == [(40, 2), (32, 3)]
+    assert config.agents[0].resources.custom == {"big": 1}
+    check_same_run(config, saved)
+    agents = [{"id": name, "model": "zoo:llama-plus"} for name in ("qwen3", "qwen3.5", "0.5b")]
+    other = RunDir.create(make_config(agents=agents, output_dir=f"{run.path}-other"))
+    for place, name in enumerate(("qwen3", "qwen3.5", "0.5b")):
+        config = resumed_config(other.path, [f"agents.{name}.max_prompt_length=64"])
+        assert [agent.max_prompt_length for agent in config.agents] == [64 if k == place else 32 for k in range(3)]
+    with pytest.raises(UserError, match=r"agents\.a-1\.7b\.learning_rate cannot be changed"):
+        resumed_config(run.path, ["agents.a-1.7b.learning_rate=1"])
+
+
 def test_config_yaml_is_the_resolved_config(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
     run = RunDir(train(config).run_dir)
     assert run.config() == config
     assert RunConfig.load(run.config_file) == config
+
+
+def test_a_run_whose_data_was_changed_is_not_continued(make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": p.prompt, "answer": p.answer}) for p in ArithmeticTask().train(0, 12)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(rows))
+    task = {"train": str(data), "reward": "exact"}
+    run_dir = train(make_config(task=task, max_steps=1, prompts_per_step=4)).run_dir
+    data.write_text("\n".join([*rows[:11], json.dumps({"prompt": "1+1=", "answer": "2"})]))
+    with pytest.raises(UserError, match="no longer gives the problems that the run was started with"):
+        train(resumed_config(run_dir, ["max_steps=2"]), resume=True)
+    data.write_text("\n".join(rows))
+    assert train(resumed_config(run_dir, ["max_steps=2"]), resume=True).summary["steps"] == 2

@@ -15,7 +15,6 @@ import torch
 from conftest import MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
-from hacrl.config import RunConfig
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.tasks.arithmetic import ArithmeticTask, verify
 from hacrl.training.checkpoint import complete_checkpoints, step_of
@@ -238,19 +237,15 @@ def test_a_run_may_end_without_a_checkpoint(make_config: MakeConfig, save_every:
 
 def test_three_updates_that_are_not_finite_end_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
     """Weights with a NaN: nothing is updated, and the last good checkpoint stays whole."""
-    config = make_config("llama-plus", algorithm={"name": "gspo"}, max_steps=1, save_every=1)
+    task = write_task(tmp_path, "return [float(i % 2) for i in range(len(completions))]")
+    config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task, max_steps=1, save_every=1)
     run_dir = train(config).run_dir
     good = complete_checkpoints(run_dir)[-1]
     weights = (good / "agents" / "agent0" / "model.safetensors").read_bytes()
-    data = config.model_dump(mode="json") | {
-        "max_steps": 9,
-        "save_every": 0,
-        # Infinite log-ratios are clamped, so it takes an infinite reward scale to break the objective.
-        "task": write_task(tmp_path, "return [1e308 * (i % 2) for i in range(len(completions))]"),
-    }
-    (run_dir / "config.yaml").write_text(RunConfig.from_dict(data).to_yaml())
+    # Infinite log-ratios are clamped, so it takes an infinite reward scale to break the objective.
+    write_task(tmp_path, "return [1e308 * (i % 2) for i in range(len(completions))]")
     with pytest.raises(TrainingDiverged, match="3 updates in a row"):
-        train(RunDir.open(run_dir).config(), resume=True)
+        train(resumed_config(run_dir, ["max_steps=9", "save_every=0"]), resume=True)
     assert complete_checkpoints(run_dir) == [good]
     assert (good / "agents" / "agent0" / "model.safetensors").read_bytes() == weights
 

@@ -102,6 +102,39 @@ def test_time_by_phase(step_time: float, sampling: float, learning: float, other
     assert seconds["other"] == pytest.approx([other])
 
 
+def test_time_by_phase_with_a_slow_verifier() -> None:
+    line = {"a/time/sample": 0.31, "b/time/sample": 0.32, "a/time/learn": 0.33, "b/time/learn": 0.32}
+    steps = [{"step": 1, **line, "time/verify": 1.6, "step_time": 2.29}]
+    side_by_side = collect.phase_seconds(("a", "b"), steps)
+    assert {phase: round(values[0], 2) for phase, values in side_by_side.items()} == {
+        "sampling": 0.32,
+        "verifying": 1.6,
+        "learning": 0.33,
+        "evaluating": 0.0,
+        "other": 0.04,
+    }
+    # Agents in turn that learn while answers are verified.
+    in_turn = collect.phase_seconds(("a", "b"), [{**steps[0], "time/verify": 0.3, "step_time": 1.4}], overlap=True)
+    assert [round(in_turn[phase][0], 2) for phase in ("sampling", "learning")] == [0.63, 0.65]
+
+
+@pytest.mark.parametrize(
+    ("task", "shown"),
+    [
+        ({"name": "gym:chain_sum", "mixture": []}, "gym:chain_sum"),
+        ({"train": "data/mine.jsonl", "reward": [{"name": "math"}]}, "mine.jsonl, reward math"),
+        (
+            {"mixture": [{"name": "gym:chain_sum"}, {"name": "arithmetic"}, {"id": "own"}, {"train": "d/mine.jsonl"}]},
+            "chain_sum + arithmetic + own + mine",
+        ),
+        ({"mixture": [{"id": name} for name in "abcdef"]}, "a + b + c + d + 2 more"),
+        (None, "unknown task"),
+    ],
+)
+def test_the_task_in_a_few_words(task: Any, shown: str) -> None:
+    assert collect.describe_task(task) == shown
+
+
 def test_lost_rollouts_by_reason() -> None:
     line = {"a/unverified": 5, "a/verifier_errors": 1, "a/verifier_timeouts": 2, "a/dropped": 1, "a/dropped/special": 1,
             "b/from_a/dropped": 4, "b/from_a/dropped/too_long": 3, "b/from_a/dropped/changed": 1}  # fmt: skip

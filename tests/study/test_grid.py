@@ -85,6 +85,47 @@ def test_what_is_over_what() -> None:
     assert only(study, "p", "gspo+o").algorithm == RunConfig.load("state", ["algorithm.name=gspo"]).algorithm
 
 
+def test_settings_of_the_algorithm_hold_for_each_of_them() -> None:
+    study = build(
+        base="demo",
+        settings={"algorithm": {"beta": 0.04}},
+        algorithms={
+            "gspo": None,
+            "hacpo": None,
+            "hacpo_robust": {"algorithm.beta": 0.1},
+            "gspo_x2": None,
+            "mine": {"algorithm": {"name": "naive"}},
+            "short": {"algorithm": "grpo"},
+            "as-base": {"top_k": 3},
+        },
+        options={"plain": {}, "high": {"algorithm.beta": 0.2}},
+    )
+    section = {variant: only(study, "main", variant).model_dump()["algorithm"] for variant in study.variants}
+    assert {variant: options["beta"] for variant, options in section.items() if "+" not in variant} == {
+        "gspo": 0.04,
+        "hacpo": 0.04,
+        "hacpo_robust": 0.1,
+        "gspo_x2": 0.04,
+        "mine": 0.04,
+        "short": 0.04,
+        "as-base": 0.04,
+    }
+    assert {options["beta"] for variant, options in section.items() if "+" in variant} == {0.2}
+    names = {variant: options["name"] for variant, options in section.items()}
+    assert (names["mine"], names["short"], names["as-base"]) == ("naive", "grpo", "hacpo")
+
+
+def test_an_option_with_another_algorithm_starts_from_what_holds_for_all() -> None:
+    study = build(
+        settings={"algorithm.beta": 0.04},
+        algorithms={"mine": {"algorithm": {"name": "hacpo", "beta": 0.1}}},
+        options={"same": {"algorithm": {"name": "hacpo", "alpha": 3.0}}, "other": {"algorithm.name": "gspo"}},
+    )
+    same, other = (only(study, "main", f"mine+{option}").model_dump()["algorithm"] for option in ("same", "other"))
+    assert (same["name"], same["alpha"], same["beta"]) == ("hacpo", 3.0, 0.1)
+    assert (other["name"], other["beta"]) == ("gspo", 0.04)
+
+
 def test_settings_of_an_agent_hold_in_the_pairs_that_have_it() -> None:
     trio = {"agents": [{"id": name, "model": "zoo:llama-plus"} for name in ("a", "c", "c.1")]}
     study = build(
@@ -153,6 +194,11 @@ def test_the_zoo_study_has_what_it_promises() -> None:
         ({"algorithms": ["gspo", "gspo"]}, ("algorithms", "twice")),
         ({"algorithms": {"gspo": {"algorithm.name": "hacpo"}}}, ("gspo", "hacpo", "label")),
         ({"algorithms": {"gspo": {"algorithm.alpha": 3}}}, ("main/gspo", "alpha")),
+        ({"settings": {"algorithm.nonsense": 3}}, ("main/gspo", "gspo has no option 'nonsense'")),
+        ({"settings": {"algorithm.alpha": 3}, "algorithms": ["hacpo", "gspo"]}, ("main/gspo", "'alpha'")),
+        ({"settings": {"algorithm": {"name": "gspo"}}}, ("settings.algorithm.name", "algorithms: [gspo]")),
+        ({"settings": {"algorithm": "gspo"}}, ("settings.algorithm:", "algorithms: [gspo]")),
+        ({"algorithms": {"no-clip_x2": {"algorithm.name": "hacpo"}}}, ("'no-clip'", "_x2", "another label")),
         ({"algorithms": {"../x": {"max_steps": 3}}}, ("algorithms", "../x")),
         ({"pairs": {"all": {}}}, ("pairs", "all", "another name")),
         ({"options": {"a": {}, "b": {}}}, ("options", "one")),
@@ -187,12 +233,22 @@ def test_a_study_that_is_not_there() -> None:
         StudyConfig.load("zooo")
 
 
-def test_the_yaml_of_the_docs_is_a_study() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
-    (block,) = [part.split("```")[0] for part in page.split("```yaml\n")[1:]]
-    study = Study.build(StudyConfig.from_dict({**yaml.safe_load(block), "base": BASE}))
+def yaml_of(page: str) -> str:
+    """The only YAML on a page of the project."""
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    (block,) = [part.split("```")[0] for part in text.split("```yaml\n")[1:]]
+    return block
+
+
+@pytest.mark.parametrize("run", ["the README's", "of the zoo", "on files"])
+def test_the_yaml_of_the_docs_is_a_study(tmp_path: Path, run: str) -> None:
+    files = {**BASE, "task": {"train": "a.jsonl", "eval": "b.jsonl", "reward": "exact"}}
+    runs = {"the README's": yaml_of("README.md"), "of the zoo": yaml.safe_dump(BASE), "on files": yaml.safe_dump(files)}
+    (tmp_path / "my.yaml").write_text(runs[run])
+    (tmp_path / "study.yaml").write_text(yaml_of("docs/studies.md"))
+    study = Study.build(StudyConfig.load(tmp_path / "study.yaml"))
     assert len(study.runs) == 2 * 4 * 2 * 5
-    assert only(study, "zoo", "no-clip+hot").model_dump()["algorithm"]["cross_clip"] is False
+    assert only(study, "large", "no-clip+hot").model_dump()["algorithm"]["cross_clip"] is False
 
 
 def test_a_bundled_name_is_not_a_folder_that_happens_to_be_there(

@@ -64,7 +64,15 @@ def study_data(folder: Path, **changes: Any) -> dict[str, Any]:
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "hacrl.cli", "study", *arguments]
     environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the tests in the background has Ctrl-C ignored, also by grandchildren.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -249,6 +257,24 @@ def test_runs_on_one_gpu_share_its_time(tmp_path: Path) -> None:
     assert 0 < both["gspo-1"] + both["hacpo-1"] <= wall
 
 
+def test_the_time_left_counts_what_was_done_since_the_study_was_called(tmp_path: Path) -> None:
+    study = Study.build(StudyConfig.from_dict(study_data(tmp_path, algorithms=["gspo"], settings={"max_steps": 4})))
+    runner = Runner(study, Places(jobs=1, threads=1, gpus=[]), Console(file=io.StringIO()))
+    continued = runner.waiting.pop(0)
+    (tmp_path / "log").touch()
+    process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    process.wait()
+    runner.children = [Child(continued, process, 0, tmp_path / "log", 0, time.monotonic() - 10, first_step=4)]
+    continued.folder.path.mkdir(parents=True)
+    continued.folder.append_metrics({"step": 3})
+    assert runner.last_steps() == {continued.name: 3}  # its newest checkpoint
+    agents = {agent.id: {"start_accuracy": 0.5, "final_accuracy": 0.5} for agent in continued.config.agents}
+    done = {"steps": 4, "seconds": 10.0, "rollouts": 1, "tokens": 1, "tokens_trained": 1, "updates": 1}
+    continued.folder.write_summary({**done, "agents": agents})
+    runner.end(runner.children[0])
+    assert runner.time_left({}) == pytest.approx(40, rel=0.01)  # one of four steps took 10 s
+
+
 def test_the_last_step_of_a_run_at_work(tmp_path: Path) -> None:
     run = Study.build(StudyConfig.from_dict(study_data(tmp_path))).runs[0]
     assert last_step(run) == 0
@@ -269,4 +295,37 @@ def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert places("auto") == (8, ["0", "1"])
     assert places("cuda", visible="3,5") == (8, ["3", "5"])
     assert places("cpu")[1] == []
+    assert places("cuda", visible="3,9,5") == (8, ["3", "9"])  # of three names torch sees two: there is no GPU 5
     assert places("cuda:1") == (1, [])  # the study says itself who goes where
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"execution": "ray"}, {"fsdp": 2}, {"agents.a.fsdp": 2}, {"agents.b.device": "cuda:3"}],
+    ids=["ray", "fsdp", "fsdp of one agent", "cuda:3"],
+)
+def test_runs_that_take_several_gpus_see_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    data = study_data(tmp_path, settings={"device": "cuda", **settings})
+    study = Study.build(StudyConfig.from_dict(data))
+    alone, asked = choose_places(study, None), choose_places(study, 2)
+    assert (alone.jobs, alone.gpus) == (1, [])
+    assert (asked.jobs, asked.gpus) == (2, [])
+
+
+def test_runs_on_a_cluster_do_not_count_on_the_cores_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    def jobs(at_once: int | None = None, **settings: Any) -> int:
+        data = study_data(tmp_path, seeds=20, settings={"device": "cuda", "execution": "ray", **settings})
+        return choose_places(Study.build(StudyConfig.from_dict(data)), at_once).jobs
+
+    assert jobs() == 8
+    assert jobs(**{"ray.address": "auto"}) == 1
+    assert jobs(3, **{"ray.address": "auto"}) == 3

@@ -8,6 +8,7 @@ import pytest
 
 from hacrl.errors import UserError
 from hacrl.tasks.benchmarks import BENCHMARKS, found_in, load_benchmarks
+from hacrl.tasks.problem import Problem, digest
 
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "gsm8k": (
@@ -161,3 +162,18 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with pytest.raises(UserError, match="has no file of gsm8k"):
         found_in(tmp_path / "c")
+
+
+def test_a_subset_lies_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """As openai/gsm8k is laid out on the hub."""
+    for subset, answer in {"main": "1", "socratic": "2"}.items():
+        write(tmp_path / "gsm8k" / subset / "test.jsonl", {"question": "?", "answer": f"#### {answer}"})
+    for data in (tmp_path, tmp_path / "gsm8k", tmp_path / "gsm8k" / "main"):
+        (found,) = load_benchmarks(["gsm8k"], data)
+        assert [problem.answer for problem in found.problems] == ["1"]
+
+
+def test_the_digest_stays_as_it_is_written_in_folders_of_evaluations() -> None:
+    problems = [Problem("a", "1+1=?", "2"), Problem("b", [{"role": "user", "content": "√4"}], "2")]
+    assert digest(problems) == "2eed95461218dc97"
+    assert digest(problems[:1]) != digest(problems)

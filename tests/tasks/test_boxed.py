@@ -60,6 +60,7 @@ def test_many_boxes_take_linear_time() -> None:
         (r"29,\!322,\!216", "29322216"),
         ("1{,}000", "1000"),
         ("1,000", "1,000"),
+        (r"3\,4567", r"3\,4567"),
         (r"\$5", r"\$5"),
         ("np.arcsin(1)", r"\arcsin(1)"),
         (r"\sin^2 t", r"\sin^2(t)"),
@@ -77,6 +78,12 @@ def test_tidy(answer: str, tidied: str) -> None:
 def test_same_text() -> None:
     assert same_text(r"\left( 3, \dfrac{1}{2} \right).", r"(3,\frac{1}{2})")
     assert not same_text("1", "2")
+    for spelling in (r"29\,322", r"29,\!322", "29 322", r"29 \; 322", "29{,}322"):
+        assert same_text(spelling, "29322")
+    assert same_text("1 000 000", "1000000")
+    assert same_text(r"5 \, 3", "5 3")
+    for one, other in (("21/2", "2 1/2"), ("5 3", "53"), (r"3 \, 4", "34"), ("1 2 3", "123"), ("3 4567", "34567")):
+        assert not same_text(one, other)
     assert not same_text("", " ")
 
 
@@ -109,10 +116,38 @@ def verifier() -> Iterator[Verifier]:
         ("32", "We express the answer as a percentage: 32 / 96 = 33.3 %\n#### 33", 0.0),
         ("18", "She has $2 * 9 = $18.\n#### $18", 1.0),
         ("18", r"\boxed{18} and #### 5", 1.0),
+        ("2 1/2", r"\boxed{21/2}", 0.0),
+        ("53", r"\boxed{5 3}", 0.0),
+        ("29322", r"\boxed{29 322}", 1.0),
+        # Bare LaTeX, alone and in a sentence.
+        ("1/2", r"The answer is \frac{1}{2}.", 1.0),
+        ("1/2", r"The answer is **\frac{1}{2}**.", 1.0),
+        ("1/2", r"Therefore, x = \frac{1}{2}", 1.0),
+        ("1/2", r"xy = \frac{1}{2}", 1.0),
+        ("12", r"So he has 12\% left.", 1.0),
+        ("12", r"The answer is 12 \text{ cm}.", 1.0),
+        ("12", r"The answer is 12 \text{ square units}.", 1.0),
+        ("20", r"So, 5 \times 4 = 20 apples.", 1.0),
+        ("27", r"Since 5 \times 4 = 20, he has 20 + 7 = 27 apples.", 1.0),
+        ("18", r"Janet makes 9 * 2 = \$18 every day at the farmer's market.", 1.0),
+        ("18", r"She makes \$18 a day.", 1.0),
+        ("3", r"The answer is 3\sqrt{13}.", 0.0),
+        (r"3\sqrt{13}", r"The answer is 3\sqrt{13}, about 10.8.", 1.0),
+        (r"2\sqrt{3}xy", r"2xy\sqrt{3}", 1.0),
+        (r"\sin(x)+\frac{1}{2}", r"sin(x) + \frac{1}{2}", 1.0),
+        (r"3\sqrt{13}", "The final answer is 5.\n3\\sqrt{13}", 1.0),
+        ("5", "That is all\\ , and it is 5.", 1.0),
         # Two boxes are no choice, nor is a second answer behind the first.
         ("4", r"\boxed{3} or \boxed{4}", 0.0),
         ("4", r"\boxed{4} or \boxed{3}", 0.0),
         ("4", "3 or 4\n#### 3, 4", 0.0),
+        ("3", r"x = \frac{1}{2} or x = 3", 0.0),
+        (r"\frac{1}{2}", r"x = 3 or x = \frac{1}{2}", 0.0),
+        ("3", r"The answer is \frac{1}{2} or 3.", 0.0),
+        (r"\{\frac{1}{2},3\}", r"x = \frac{1}{2} or x = 3", 1.0),
+        (r"\{\frac{1}{2},3\}", r"x = \frac{1}{2} and x = 3", 1.0),
+        ("3.14159", r"\boxed{3.141\,59}", 1.0),
+        ("0.53", r"\boxed{0.5 3}", 0.0),
         # Unreadable references: right if spelled alike, else no verdict.
         ("t(0,4]", r"\boxed{t (0, 4]}", 1.0),
         ("t(0,4]", r"\boxed{(0, 4]}", None),

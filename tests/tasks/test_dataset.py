@@ -1,6 +1,8 @@
 import json
 import sys
+from collections import Counter
 from decimal import Decimal
+from itertools import chain
 
 import datasets
 import huggingface_hub
@@ -42,6 +44,8 @@ def test_prompt_columns(tmp_path, column):
         {"reward_model": '{"ground_truth": 2}'},
         {"answer": None, "solution": "", "ground_truth": 2},
         {"answer": "1+1 is <<1+1=2>>2.\n#### 2"},
+        {"answer": "2", "reward_model": "Skywork-RM"},
+        {"answer": "work it out ####", "solution": "#### 2"},
         {"answer": 2.0},
     ],
 )
@@ -73,6 +77,8 @@ def test_ids_are_unique(tmp_path):
 def test_json_array_blank_lines_and_line_separators_in_text(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]))
     assert [problem.prompt for problem in load(tmp_path / "a.json")] == ["a", "b"]
+    (tmp_path / "bom.json").write_text('\ufeff [{"prompt": "a", "answer": 1}]', encoding="utf-8")
+    assert [problem.prompt for problem in load(tmp_path / "bom.json")] == ["a"]
     (tmp_path / "b.jsonl").write_text('\ufeff{"prompt": "a\u2028b", "answer": 1}\r\n\n', encoding="utf-8")
     assert [problem.prompt for problem in load(tmp_path / "b.jsonl")] == ["a\u2028b"]
 
@@ -129,6 +135,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
             "Put the answer in one of answer, solution, ground_truth, reward_model.ground_truth",
         ),
         ('{"prompt": "a", "answer": NaN}', "line 1 has no answer"),
+        ('{"prompt": "a", "answer": "work it out #### "}', "line 1 has no answer"),
+        ('{"prompt": "a", "reward_model": {"ground_truth": "####"}}', "line 1 has no answer"),
         ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer is a list, expected text or a number"),
         ('{"prompt": "a", "reward_model": "rule"}', "line 1, reward_model is not valid JSON"),
         ('{"prompt": 3, "answer": 1}', "line 1: prompt is neither text nor a list of chat messages"),
@@ -191,6 +199,17 @@ def test_stream_epochs_cover_all_problems_in_new_orders():
     assert epochs[0] != epochs[1] != epochs[2]
     assert [problem.id for problem in ProblemStream(problems(20), seed=1).take(0, 20)] != epochs[0]
     assert [problem.id for start in (0, 5, 10, 15) for problem in stream.take(start, 5)] == epochs[0]
+
+
+@pytest.mark.parametrize(("size", "count"), [(10, 8), (10, 3), (11, 10), (7, 7), (100, 32)])
+def test_steps_over_the_ends_of_epochs_see_all_problems_equally_often(size, count):
+    stream = ProblemStream(problems(size), seed=0)
+    steps = [[problem.id for problem in stream.take(count * step, count)] for step in range(2 * size)]
+    assert all(len(set(step)) == count for step in steps)
+    assert set(Counter(chain.from_iterable(steps)).values()) == {2 * count}
+    # What comes before the first epoch's end, or begins with an epoch, is a shuffle as it is.
+    epoch = [problem.id for problem in stream.take(0, size)]
+    assert list(chain.from_iterable(steps))[: size - size % count] == epoch[: size - size % count]
 
 
 def test_stream_of_too_few_problems():

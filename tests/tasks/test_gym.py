@@ -1,9 +1,14 @@
 """Tasks from the real reasoning-gym: problems by position, splits, and its scorers in child processes."""
 
+import json
+import os
+import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +40,58 @@ def test_problems_depend_on_seed_and_position_alone(generator: str) -> None:
     assert [p.prompt for p in later.train(4, 4)] == [p.prompt for p in problems[4:]]
     assert len({problem.id for problem in problems}) == 8
     assert [p.prompt for p in GymTask(generator, seed=2).train(0, 8)] != [p.prompt for p in problems]
+
+
+def test_problems_do_not_depend_on_the_random_numbers_of_the_process() -> None:
+    """Of list_functions, a few questions in a hundred would."""
+    drawn = []
+    for seed in (0, 1):
+        random.seed(seed)
+        np.random.seed(seed)
+        drawn.append([problem.prompt for problem in GymTask("list_functions").train(0, 200)])
+        assert (random.random(), np.random.random()) == (random.Random(seed).random(), first_of_numpy(seed))
+    assert drawn[0] == drawn[1]
+
+
+def first_of_numpy(seed: int) -> float:
+    return float(np.random.RandomState(seed).random())
+
+
+HASHED = ["codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"]
+ASK = """
+import json
+from hacrl.errors import UserError
+from hacrl.tasks.gym import GymTask
+
+def answer(generator):
+    try:
+        return [(problem.prompt, problem.answer) for problem in GymTask(generator).train(0, 2)]
+    except UserError as error:
+        return str(error)
+
+print(json.dumps({generator: answer(generator) for generator in %r}))
+"""
+
+
+def ask(generators: list[str], hash_seed: str, folder: Path) -> dict[str, object]:
+    """In a process of its own; codeio runs programs, which may write files."""
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-c", ASK % generators]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=True)
+    answers: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def test_a_generator_that_depends_on_the_hash_seed_needs_one(tmp_path: Path) -> None:
+    unset, first, second = (ask([*HASHED, "chain_sum"], seed, tmp_path) for seed in ("random", "0", "0"))
+    for generator in HASHED:
+        assert unset[generator] == (
+            f"The problems of gym:{generator} depend on Python's hash seed, which is another one in every process: "
+            "start the command with PYTHONHASHSEED=0 in front of it."
+        )
+    assert unset["chain_sum"] == first["chain_sum"]
+    assert all(isinstance(problems, list) for problems in first.values())
+    assert first == second
 
 
 def test_the_stream_goes_on_over_the_ends_of_the_packages_data_sets() -> None:
@@ -195,6 +252,13 @@ def test_a_part_is_found_by_its_id_on_the_command_line_and_a_config_survives_its
     [
         ({"name": "chain_sum"}, "task.name: expected 'arithmetic' or gym:GENERATOR, not 'chain_sum'"),
         ({"name": "arithmetic", "options": {"a": 1}}, "options is for tasks from reasoning-gym"),
+        ({"name": "gym:chain_sum", "max_operators": 5}, "max_operators is for the task arithmetic"),
+        ({"name": "gym:chain_sum", "max_operators": 1}, "max_operators is for the task arithmetic"),
+        ({"train": "a.jsonl", "reward": "exact", "minus_share": 0.1}, "minus_share is for the task arithmetic"),
+        ({"train": "a.jsonl", "reward": "exact", "subset": "main"}, "subset is for data sets of the hub"),
+        ({"train": "a.parquet", "reward": "exact", "train_split": "dev"}, "train_split is for data sets of the hub"),
+        ({"train": "a/b", "eval": "a.json", "reward": "exact", "eval_subset": "b"}, "eval_subset is for data sets"),
+        ({"name": "arithmetic", "train_split": "dev"}, "train_split is for data sets of the hub"),
         ({"name": "gym:chain_sum", "reward": "exact"}, "has its own verifier: remove reward"),
         ({"name": "gym:chain_sum", "eval_split": "dev"}, "eval_split of gym:chain_sum is test or validation"),
         ({"name": "gym:chain_sum", "curriculum": {"stages": [{}]}}, "task.curriculum.stages: .*at least 2"),
@@ -208,3 +272,15 @@ def test_a_part_is_found_by_its_id_on_the_command_line_and_a_config_survives_its
 def test_impossible_tasks_are_refused(task: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RunConfig.from_dict({"agents": [{"id": "a", "model": "zoo:llama-weak"}], "task": task})
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"name": "arithmetic", "max_operators": 5, "eval_split": "validation"},
+        {"train": "org/name", "eval": "a.jsonl", "reward": "exact", "subset": "main", "train_split": "dev"},
+        {"train": "saved/folder", "reward": "exact", "train_split": "dev"},
+    ],
+)
+def test_options_where_they_belong(task: dict[str, object]) -> None:
+    TaskConfig.model_validate(task)

@@ -90,6 +90,29 @@ def test_each_part_is_verified_by_its_own_verifier(tmp_path: Path) -> None:
             task.solution(next(problem for problem in problems if problem.part == "rows"))
 
 
+def test_a_part_with_too_few_problems_for_any_step_is_found_at_the_first(tmp_path: Path) -> None:
+    """Of 32 problems in three equal parts, the last part has 10 in the first step and 11 in the second."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(11)]
+    task = {"mixture": [{"name": "arithmetic", "id": "a"}, {"name": "arithmetic", "id": "b"}]}
+    for count in (10, 11):
+        file = tmp_path / f"rows{count}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]), encoding="utf-8")
+        part = {"train": str(file), "reward": "exact"}
+        built, _ = build_task(TaskConfig.model_validate({"mixture": [*task["mixture"], part]}), seed=0)
+        with built.verifier:
+            if count == 11:
+                steps = [Counter(problem.part for problem in built.train(32 * step, 32)) for step in range(3)]
+                assert [step["rows11"] for step in steps] == [10, 11, 11]
+                continue
+            assert len(built.train(0, 30)) == 30
+            with pytest.raises(UserError) as caught:
+                built.train(0, 32)
+            assert str(caught.value) == (
+                "The part rows10 of the mixture has 10 problems, fewer than the 11 that a step of 32 can take from it: "
+                "add rows to it, lower its weight, or lower prompts_per_step."
+            )
+
+
 # --- curriculum ------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from hacrl.tasks.verify import Verdict, Verifier, exact
 from hacrl.tasks.worker import Reply, Worker
 
 FUNCTIONS = """
-import os, subprocess, sys, time
+import os, subprocess, sys, threading, time
 
 def length(prompts, completions, **columns):
     return [len(completion) for completion in completions]
@@ -58,6 +58,15 @@ def hungry(completions, **columns):
 
 def pid(completions, **columns):
     return [os.getpid()]
+
+def leaves(completions, **columns):
+    left = subprocess.Popen(["sleep", "777"])
+    with open("left", "w") as file:
+        file.write(str(left.pid))
+    if completions == ["now"]:
+        os.kill(os.getpid(), 9)
+    threading.Timer(0.2, os._exit, [3]).start()
+    return [1.0]
 
 number = 3
 """
@@ -302,6 +311,25 @@ def test_large_arguments_for_a_child_that_does_not_read(folder, sent, outcome, d
     assert worker.call(arguments, limit=1) == Reply(outcome, detail=detail)
     assert worker.call(arguments, limit=60).values != [pid]
     worker.close()
+
+
+@pytest.mark.parametrize("when", ["now", "later"])
+def test_what_a_function_started_ends_with_a_process_that_ended_by_itself(folder, when):
+    worker = Worker(f"{folder}/functions.py:leaves", path=sys.path)
+    reply = worker.call({"completions": [when]}, limit=60)
+    left = int((folder / "left").read_text())
+    if when == "now":
+        assert reply == Reply("died", detail="ended its process (SIGKILL)")
+    else:
+        assert is_running(left)
+        time.sleep(1)
+    worker.close()
+    for _ in range(100):
+        if not is_running(left):
+            return
+        time.sleep(0.1)
+    os.kill(left, signal.SIGKILL)
+    pytest.fail("the child's own child outlived it")
 
 
 def test_children_end_with_a_killed_parent():

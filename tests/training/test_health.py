@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from hacrl.algorithms import HACPO, Algorithm, RobustHACPO, Swarm
 from hacrl.config import RunConfig
 from hacrl.training.health import WINDOW, CollaborationCheck
 from hacrl.training.run import train
@@ -19,8 +20,8 @@ def step(kept: float | None = 0.5, cosine: float | None = 0.1, dropped: int = 0)
     return metrics
 
 
-def said(steps: list[dict[str, Any]]) -> list[str]:
-    check = CollaborationCheck(["a", "b"])
+def said(steps: list[dict[str, Any]], algorithm: Algorithm | None = None) -> list[str]:
+    check = CollaborationCheck(["a", "b"], algorithm or HACPO())
     return [text for metrics in steps for text in check.warnings(metrics)]
 
 
@@ -52,6 +53,13 @@ def test_opposed_gradients_are_said_once() -> None:
     (text,) = said([step(cosine=-0.2)] * 30)
     assert "pointed against its own (mean cosine -0.20)" in text
     assert said([step(cosine=0.2 if n % 2 else -0.25) for n in range(40)]) == []
+
+
+def test_advice_is_what_the_algorithm_has() -> None:
+    idle, opposed = [step(kept=None, cosine=None, dropped=7)] * WINDOW, [step(cosine=-0.2)] * WINDOW
+    for algorithm, band, weight in ((HACPO(), True, True), (RobustHACPO(), False, True), (Swarm(), False, False)):
+        assert ("hacpo_robust" in said(idle, algorithm)[0]) == band
+        assert ("cross_weight" in said(opposed, algorithm)[0]) == weight
 
 
 def test_an_idle_run_warns(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -122,14 +122,28 @@ def records(file: Path) -> Iterator[Any]:
             whole = b""
 
 
+def finished(file: Path) -> list[Any]:
+    """All records: a process of wandb's own writes the file, also after the run has ended. The exit comes last."""
+    deadline = time.monotonic() + 60
+    while not any(kind_of(record) == "exit" for record in records(file)):
+        assert time.monotonic() < deadline, f"{file} has no end"
+        time.sleep(0.1)
+    return list(records(file))
+
+
+def kind_of(record: Any) -> str:
+    kind: str = record.WhichOneof("record_type")
+    return kind
+
+
 def key(item: Any) -> str:
     return item.key or "/".join(item.nested_key)
 
 
-def wandb_history(file: Path) -> dict[int, Metrics]:
+def wandb_history(written: list[Any]) -> dict[int, Metrics]:
     steps = {}
-    for record in records(file):
-        if record.WhichOneof("record_type") == "history":
+    for record in written:
+        if kind_of(record) == "history":
             values = {key(item): json.loads(item.value_json) for item in record.history.item}
             steps[values["_step"]] = {name: value for name, value in values.items() if not name.startswith("_")}
     return steps
@@ -141,19 +155,16 @@ def test_wandb_offline_has_every_number(
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_of(make_config(**SMALL, max_steps=2, report_to=["wandb"], output_dir=str(tmp_path / "a #1? [run]")))
     (file,) = run.path.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 60  # a process of its own writes the file, also after the end on a busy machine
-    while len(wandb_history(file)) < len(expected(run)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    history = wandb_history(file)
-    assert history == {step: pytest.approx(metrics) for step, metrics in expected(run).items()}
-    (started,) = [record.run for record in records(file) if record.WhichOneof("record_type") == "run"]
+    written = finished(file)
+    assert wandb_history(written) == {step: pytest.approx(metrics) for step, metrics in expected(run).items()}
+    (started,) = [record.run for record in written if kind_of(record) == "run"]
     name = json.loads(run.trackers_file.read_text(encoding="utf-8"))["wandb"]
     assert (started.run_id, started.project, started.display_name) == (name, "hacrl", "a #1? [run]")
     config = {key(item): json.loads(item.value_json) for item in started.config.update}
     assert config.items() >= run.config().model_dump(mode="json").items()
     summary: dict[str, Any] = {}
-    for record in records(file):
-        if record.WhichOneof("record_type") == "summary":
+    for record in written:
+        if kind_of(record) == "summary":
             summary |= {key(item): json.loads(item.value_json) for item in record.summary.update}
     found = run.summary()
     assert found is not None
@@ -163,7 +174,7 @@ def test_wandb_offline_has_every_number(
     run_of(run.config(), resume=True)
     first, second = sorted(run.path.glob("wandb/offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{name}.wandb"
-    assert list(wandb_history(second)) == [2]
+    assert list(wandb_history(finished(second))) == [2]
 
 
 def test_wandb_without_a_key_is_told_before_anything_is_loaded(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -203,6 +203,28 @@ def test_rows_that_are_too_long_are_dropped_counted_and_said(
     assert "dropped 3 (prompt_too_long 1, completion_too_long 1, not_reversible 1)" in capsys.readouterr().out
 
 
+def with_positions(kind: str, positions: int, folder: Path) -> str:
+    """A tiny model of this architecture that reads arithmetic."""
+    tiny(kind, max_position_embeddings=positions).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ZOO / "llama-plus").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rows_beyond_the_positions_of_the_model_are_dropped(kind: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+2=", "completion": "#" + "3" * digits} for digits in (8, 9, 10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = with_positions(kind, 15, tmp_path / "model")  # <s>1+2= #33333333 </s>
+    options = {"agents": [{"id": "a", "model": model}], "data": str(tmp_path / "rows.jsonl")}
+    result = warm_up(make(tmp_path, **options))
+    assert result.summary["agents"]["a"]["dropped"] == {"beyond_positions": 2}
+    assert result.summary["agents"]["a"]["tokens_trained"] == 2 * 8 * 10
+
+    options["agents"] = [{"id": "a", "model": with_positions(kind, 14, tmp_path / "smaller")}]
+    with pytest.raises(UserError, match=r"no row of .* \(beyond_positions 3\)\..* has 14 positions for both"):
+        warm_up(make(tmp_path, **options, output_dir=str(tmp_path / "none")))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -220,6 +242,28 @@ def test_bad_rows_are_refused_and_nothing_is_left_behind(row: dict[str, Any], me
     with pytest.raises(UserError, match=message):
         warm_up(config)
     assert list(Path(config.output_dir).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"task": {"train": "rows.jsonl", "eval": "rows.jsonl", "reward": "exact"}}, "has no answer"),
+        ({"task": {"name": "arithmetic", "eval_size": 4}, "max_prompt_length": 7}, r"max_prompt_length \(7\)"),
+        ({"data": {"task": {"name": "arithmetic"}}, "max_completion_length": 4}, "can use no row of the task"),
+        ({"agents": [{"id": "agent0", "model": "broken"}]}, "broken could not be loaded"),
+    ],
+)
+def test_a_start_that_failed_can_be_mended(
+    mistake: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text('{"model_type": "llama"}')
+    Path("rows.jsonl").write_text('{"prompt": "1+2=", "completion": "#3"}\n')
+    with pytest.raises(UserError, match=message):
+        warm_up(make(tmp_path, **{"data": "rows.jsonl", **mistake}))
+    assert not list((tmp_path / "warmup").glob("*"))
+    assert warm_up(make(tmp_path, data="rows.jsonl")).summary["steps"] == 2
 
 
 def test_data_of_which_nothing_can_be_used_is_refused(tmp_path: Path) -> None:
@@ -256,6 +300,16 @@ def test_a_gym_task_teaches_the_form_of_its_answers(tmp_path: Path) -> None:
     assert result.summary["agents"]["agent0"]["rows"] == 8
 
 
+def test_accuracy_on_each_part_of_a_mixture(tmp_path: Path) -> None:
+    parts = [{"name": "arithmetic", "id": name, "minus_share": share} for name, share in (("plus", 0), ("minus", 1))]
+    config = make(tmp_path, "llama-plus", task={"mixture": parts, "eval_size": 40}, max_steps=1, learning_rate=0.0)
+    warm_up(config)
+    for row in metrics(config):
+        whole, plus, minus = (row[f"agent0/eval_accuracy{part}"] for part in ("", "/plus", "/minus"))
+        assert whole == pytest.approx((plus + minus) / 2)
+        assert plus > minus
+
+
 # --- continuing ------------------------------------------------------------------------------------
 
 
@@ -284,7 +338,8 @@ def interruptible(output_dir: Path, data: str) -> WarmupConfig:
     )
 
 
-def test_kill_9_and_resume_equals_an_uninterrupted_warm_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["warmup.yaml", "checkpoint-2/COMPLETE"])
+def test_kill_9_and_resume_equals_an_uninterrupted_warm_up(moment: str, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", count=20)
     reference = warm_up(interruptible(tmp_path / "whole", data)).run_dir
     killed = tmp_path / "killed"
@@ -292,7 +347,7 @@ def test_kill_9_and_resume_equals_an_uninterrupted_warm_up(tmp_path: Path) -> No
     command = [sys.executable, "-m", "hacrl.cli", "warmup"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, str(tmp_path / "w.yaml")], env=environment, stdout=subprocess.DEVNULL)
-    while not (killed / "checkpoint-2" / "COMPLETE").is_file():
+    while not (killed / moment).is_file():
         assert process.poll() is None, "the warm-up ended before it could be killed"
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
@@ -310,6 +365,70 @@ def test_kill_9_and_resume_equals_an_uninterrupted_warm_up(tmp_path: Path) -> No
     for path in whole.rglob("*.safetensors"):
         assert (last / path.relative_to(whole)).read_bytes() == path.read_bytes()
     assert warm_up(saved_config(killed), resume=True).already_finished
+
+
+class Interruption(Console):
+    """Somebody presses Ctrl-C when the line of this step appears."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(file=io.StringIO())
+        self.step = step
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        if f"step {self.step}/" in str(objects[0]):
+            raise KeyboardInterrupt
+
+
+def interrupted_at(step: int, config: WarmupConfig) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(config, console=Interruption(step))
+
+
+def test_with_the_default_an_interrupted_warm_up_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make(tmp_path, max_steps=60, batch_size=1)
+    interrupted_at(50, config)  # before the checkpoint of this step
+    assert not complete_checkpoints(Path(config.output_dir))
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(config, resume=True, console=Interruption(60))
+    assert [path.name for path in complete_checkpoints(Path(config.output_dir))] == ["checkpoint-50"]
+
+    capsys.readouterr()
+    warm_up(config, resume=True)
+    shown = capsys.readouterr().out
+    assert "step 60/60" in shown
+    assert "step 50/60" not in shown
+    assert "from the beginning" not in shown
+    assert [line["step"] for line in metrics(config)] == list(range(61))
+    assert [path.name for path in complete_checkpoints(Path(config.output_dir))] == ["checkpoint-60"]
+
+
+def test_continuing_without_a_checkpoint_says_that_it_starts_from_the_beginning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make(tmp_path)
+    interrupted_at(0, config)
+    warm_up(config, resume=True)
+    assert f"{config.output_dir} has no checkpoint yet: it starts from the beginning." in capsys.readouterr().out
+    assert [line["step"] for line in metrics(config)] == [0, 1, 2]
+
+
+def test_a_row_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    """One that is learned, and one that is held out."""
+    data = Path(write_rows(tmp_path / "rows.jsonl", count=6))
+    config = make(tmp_path, data=str(data), eval_share=0.5, max_steps=2, save_every=1, eval_every=1)
+    interrupted_at(2, config)
+    assert metrics(config)[1]["agent0/eval_loss"] > 0
+    rows = data.read_text().splitlines(keepends=True)
+    before = {path: path.read_bytes() for path in Path(config.output_dir).rglob("*") if path.is_file()}
+    for place, row in enumerate(rows):
+        data.write_text("".join([*rows[:place], row.replace("#", "#1"), *rows[place + 1 :]]))
+        with pytest.raises(UserError, match=r"rows\.jsonl no longer gives agent agent0 the rows it was started with"):
+            warm_up(given_config(config.output_dir, ["save_every=2"], resume=True), resume=True)
+    assert {path: path.read_bytes() for path in Path(config.output_dir).rglob("*") if path.is_file()} == before
+
+    data.write_text("".join(rows))
+    assert warm_up(config, resume=True).summary["steps"] == 2
 
 
 def test_agents_stop_at_their_own_number_of_steps(tmp_path: Path) -> None:

@@ -31,14 +31,14 @@ PROMPTS = ["12+7=", "3-45+6=", "99+1-2+3="]
 class Sampled:
     """A model of the zoo, with vLLM beside it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, temperature: float = 1.5) -> None:
         folder = str(ZOO / name)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.stop_ids = [self.tokenizer.eos_token_id]
         self.prompts = [self.tokenizer.encode(prompt) for prompt in PROMPTS]
         self.updates = 0
-        vllm = VLLM(folder, "float32", max_length=96, batch_size=64, options=EAGER)
+        vllm = VLLM(folder, "float32", max_length=96, batch_size=64, temperature=temperature, options=EAGER)
         self.engine = VLLMEngine(vllm, self.model, self.tokenizer, self.stop_ids, version=lambda: self.updates)
 
     def native(self) -> NativeEngine:
@@ -132,6 +132,15 @@ def metrics(run_dir: Path, agents: list[str]) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
     assert all(line[f"{agent}/logprob_gap_max"] < 1e-4 for line in lines for agent in agents)
     return lines
+
+
+def test_logprobs_are_those_before_top_p_and_top_k() -> None:
+    sampled = Sampled("llama-large", temperature=1.0)
+    for limits in ({"top_p": 0.6}, {"top_k": 2}):
+        groups = sampled.engine.sample(sampled.prompts, SamplingParams(6, 30, temperature=1.0, **limits), seed=3)
+        for prompt, group in zip(sampled.prompts, groups, strict=True):
+            for completion in group:
+                assert completion.logps == pytest.approx(sampled.logps(prompt, completion.token_ids, 1.0), abs=1e-4)
 
 
 def test_two_agents_learn_together_with_vllm(tmp_path: Path) -> None:

@@ -7,7 +7,17 @@ import torch
 from torch import nn
 
 from hacrl.agents.learning import Learner, LearnResult, Lesson
-from hacrl.agents.loading import Bases, end_of_turn_ids, load_base, load_model, load_tokenizer, readable_ids, source_of
+from hacrl.agents.loading import (
+    Bases,
+    end_of_turn_ids,
+    load_base,
+    load_model,
+    load_tokenizer,
+    looks_positions_up,
+    positions_of,
+    readable_ids,
+    source_of,
+)
 from hacrl.agents.lora import Adapter, base_model, with_same_weights
 from hacrl.agents.master import MasterWeights, cast_parameters
 from hacrl.agents.policy import Policy
@@ -15,7 +25,7 @@ from hacrl.agents.prompts import render
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
-from hacrl.errors import UserError
+from hacrl.errors import UserError, warn
 from hacrl.rollouts.engine import Engine, SamplingParams
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
@@ -26,7 +36,7 @@ from hacrl.tasks.problem import Problem, Prompt
 def vllm_of(config: AgentConfig) -> VLLM:
     """vLLM with an agent's model, in this process."""
     length = config.max_prompt_length + config.max_completion_length
-    return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.vllm)
+    return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.temperature, config.vllm)
 
 
 class Agent:
@@ -91,18 +101,44 @@ class Agent:
     def render(self, prompt: Prompt) -> list[int]:
         return render(self.tokenizer, self.config, prompt)
 
-    def prompt_ids(self, problem: Problem) -> list[int]:
+    def prompt_ids(self, problem: Problem, begun: bool = True) -> list[int]:
+        """`begun`: the run has, so the problem was made later than what is checked beforehand."""
         ids = self.render(problem.prompt)
         if len(ids) > self.config.max_prompt_length:
+            what_to_do = "Raise it or remove the problem."
+            if begun:
+                what_to_do = (
+                    f"Continue the run with --resume agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
+                    "max_prompt_length alone is that of all agents without their own."
+                )
             raise UserError(
                 f"The prompt of {problem.id} has {len(ids)} tokens for agent {self.config.id}, more than "
-                f"max_prompt_length ({self.config.max_prompt_length}). Raise it or remove the problem."
+                f"max_prompt_length ({self.config.max_prompt_length}). {what_to_do}"
             )
         return ids
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
+        self._check_positions()
         for problem in problems:
-            self.prompt_ids(problem)
+            self.prompt_ids(problem, begun=False)
+
+    @property
+    def positions(self) -> int | None:
+        return positions_of(self.model.config)
+
+    def _check_positions(self) -> None:
+        """UserError if there are too few; a warning where the model computes more of them than it was made for."""
+        config, positions = self.config, self.positions
+        wanted = config.max_prompt_length + config.max_completion_length
+        if positions is None or wanted <= positions:
+            return
+        told = (
+            f"max_prompt_length ({config.max_prompt_length}) and max_completion_length "
+            f"({config.max_completion_length}) allow {wanted} tokens, but {config.model} has {positions} positions"
+        )
+        if looks_positions_up(self.model, positions):
+            raise UserError(f"agents.{config.id}: {told}. Lower one of them.")
+        warn(f"Agent {config.id}: {told}. It was not made for longer texts: lower one of them, unless all are shorter.")
 
     # --- sampling ----------------------------------------------------------------------------------
 
@@ -196,4 +232,4 @@ class Agent:
             self.weights.load_state_dict(self.model, load_model(self.config, model_dir).state_dict())
         else:
             self.adapter.load(model_dir, self.weights)
-        self.learner.load_state_dict(torch.load(state_file, map_location=self.device, weights_only=True))
+        self.learner.load_state_dict(torch.load(state_file, map_location="cpu", weights_only=True))

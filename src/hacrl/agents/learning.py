@@ -108,11 +108,16 @@ class LearningStep:
             for row, rollout in enumerate(lesson.rollouts)
             if rollout.source == learner.index and rollout.learner_logps is not None and row in tokens
         }
-        """The same, noted when the rollouts were sampled: there have been updates since."""
+        """The same, noted when the rollouts were sampled, if there were updates to come: of some of them or of all."""
+        own = (rollout for rollout in lesson.rollouts if rollout.source == learner.index)
+        self.stale = any(rollout.policy_version != learner.updates for rollout in own)
+        """There have been updates since: the learner of now says nothing about the sampler."""
         if learner.config.recomputes_logprobs:
             self.old_logps = {row: np.array(logps) for row, logps in self.ahead.items()}
         self._notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
+        self._objectives: list[float] = []
+        """Of the updates that were made."""
         self._nonfinite = 0
 
     def update(self, minibatch: list[int]) -> None:
@@ -124,7 +129,7 @@ class LearningStep:
 
         def attempt() -> tuple[Notes, dict[str, float]]:
             notes = Notes()
-            if learner.config.recomputes_logprobs and self._first and not self.ahead:
+            if learner.config.recomputes_logprobs and self._first and not self.stale:
                 self.old_logps.clear()  # to be scored anew in each attempt, in batches of the new size
                 self.score_old()
             return notes, self._gradient(rows, notes)
@@ -132,10 +137,11 @@ class LearningStep:
         notes, parts = learner.within_memory(attempt, self.lesson.step)
         self._notes.add(notes)
         norm = learner.team.norm(learner.weights.gradients)
-        total = float(norm)
-        if not learner.apply(norm, math.isfinite(notes.sum("objective")), self.lesson.step):
+        total, objective = float(norm), notes.sum("objective")
+        if not learner.apply(norm, math.isfinite(objective), self.lesson.step):
             self._nonfinite += 1
             return
+        self._objectives.append(objective)
         self._note_gradients(total, parts)
         self.made += 1
 
@@ -155,11 +161,11 @@ class LearningStep:
                 notes.note("sampler_ratios", 1)
 
         self._add_gradients(own, weight_of, notes, kl_weight)
-        if self._first and self.ahead:
+        if self._first and self.stale and self.ahead:
             rows_ahead = list(self.ahead)
             sequences = self._sequences_ahead(rows_ahead)
             self._note_gap(rows_ahead, sequences, learner.algorithm.terms(sequences, 0), notes)
-        if self._first and (own or self.ahead):
+        if self._first and notes.sum("gap_tokens"):
             self._check_gap(notes)
         own_gradients = torch._foreach_mul(learner.weights.gradients, 1.0) if 0 < num_own < len(rows) else None
         if learner.saves_work and not learner.algorithm.keeps_all:
@@ -264,7 +270,7 @@ class LearningStep:
             teaching = [n for n, row in enumerate(batch) if self.advantages[row] != 0]
             notes.note("entropy", current.entropy_NT[teaching].sum())
             notes.note("entropy_tokens", sum(len(self.tokens[batch[n]]) for n in teaching))
-            if self._first and not self.ahead:
+            if self._first and not self.stale:
                 self._note_gap(batch, sequences, terms, notes)
         return objective
 
@@ -449,7 +455,7 @@ class LearningStep:
             "updates": self.made,
             "nonfinite_updates": self._nonfinite,
             "tokens_trained": notes.sum("tokens"),
-            "loss": -notes.sum("objective") / max(self.made, 1),
+            "loss": -float(np.mean(self._objectives)) if self._objectives else math.nan if self._nonfinite else 0.0,
         }
         if notes.sum("entropy_tokens"):
             metrics["entropy"] = notes.sum("entropy") / notes.sum("entropy_tokens")

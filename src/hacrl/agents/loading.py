@@ -61,6 +61,20 @@ def load_model_config(config: AgentConfig) -> Any:
     return _open(AutoConfig, config, base_model(source_of(config)))
 
 
+def positions_of(model_config: Any) -> int | None:
+    """Tokens that a prompt and its completion may have for a model; None: it does not say."""
+    positions: int | None = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def looks_positions_up(model: Any, positions: int) -> bool:
+    """Whether they are in a table, so that there are none beyond them; most models compute theirs."""
+    words = model.get_input_embeddings()
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    tables += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
+    return any(positions <= size <= positions + 2 for size in tables)  # some leave the first two places free
+
+
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
     source = source_of(config)
     own = not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file()

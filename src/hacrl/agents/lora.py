@@ -15,6 +15,16 @@ from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+OTHER_KINDS = (
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "bias",
+    "modules_to_save",
+    "layers_to_transform",
+)
+"""Options of PEFT with which the same matrices mean another model."""
 
 
 def import_peft() -> Any:
@@ -84,6 +94,12 @@ class Adapter:
             if (set(own) != set(other)) if name == "target_modules" else own != other:
                 raise UserError(
                     f"{self.where}: {folder} holds adapters with {name} {other}, not {own}. Set lora to that."
+                )
+        for name in OTHER_KINDS:
+            if saved.get(name) and saved[name] != getattr(self.options, name):
+                raise UserError(
+                    f"{self.where}: {folder} holds adapters with {name} {saved[name]}, which cannot be trained further "
+                    "here. Merge them into their model with PEFT's merge_and_unload, and give that model."
                 )
         state = load_file(folder / WEIGHTS_FILE)
         with torch.no_grad():

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hacrl.agents.logprobs import PlainScorer
 from hacrl.config import AgentConfig
 from hacrl.decoder import Backbone, CannotDrive
+from hacrl.decoder.backbone import checkpointed_layers
 from hacrl.decoder.layers import kernels
 from hacrl.decoder.parallel import works_side_by_side
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
@@ -64,6 +65,12 @@ class Policy:
             self.backbone.checkpointing = bool(config.gradient_checkpointing)
             on_cuda = self.backbone.device.type == "cuda"
             self.scorer = GraphedScorer(self.backbone) if on_cuda else Scorer(self.backbone)
+        elif config.gradient_checkpointing:
+            layers = checkpointed_layers(model)
+            if not layers:
+                warn(f"Agent {config.id}: gradient_checkpointing has no effect: its layers do not offer it.")
+            for layer, forward in layers.items():
+                layer.__dict__["forward"] = forward
 
     def engine(self, tokenizer: PreTrainedTokenizerBase) -> Engine:
         batch_size = self.config.sampling_batch_size

@@ -200,6 +200,8 @@ class WholeModel:
             self.model.to(agent.device).requires_grad_(False)
             self.policy = Policy(self.model, agent.config, agent.stop_ids)
             agent.engine = self.policy.engine(agent.tokenizer)
+        elif self.policy.backbone is not None:
+            self.policy.backbone.moved += 1
         try:
             yield
         finally:

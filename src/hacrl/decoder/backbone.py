@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hacrl.decoder.attention import NAME, Plan
+from hacrl.decoder.capture import on
 from hacrl.decoder.head import Head
 from hacrl.decoder.layers import LeanLayers
 from hacrl.decoder.packing import Packed
@@ -21,6 +22,12 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def checkpointed_layers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+    """Layers with a forward that keeps no activations and computes them again in the backward pass."""
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return {layer: partial(_checkpointed, layer.forward) for layer in layers}
 
 
 class CannotDrive(Exception):
@@ -62,7 +69,8 @@ class Backbone:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """Inside, the model's attention is ours, and so are the layers for which there is a leaner version.
+        """Inside, the model's attention is ours, and so are the layers for which there is a leaner version; the
+        thread's GPU is the model's.
 
         May be entered again inside, and by several threads at a time.
         """
@@ -71,7 +79,8 @@ class Backbone:
             if self.entered == 1:
                 self._take_over()
         try:
-            yield
+            with on(self.device):
+                yield
         finally:
             with self.lock:
                 self.entered -= 1
@@ -84,8 +93,7 @@ class Backbone:
             self.moved += self.lean.refresh()
             forwards |= self.lean.forwards
         if self.checkpointing:
-            layers = (module for module in self.body.modules() if isinstance(module, GradientCheckpointingLayer))
-            forwards |= {layer: partial(_checkpointed, layer.forward) for layer in layers}
+            forwards |= checkpointed_layers(self.body)
         self.before = {module: module.__dict__.get("forward") for module in forwards}
         self.attention_before = self.model.config._attn_implementation
         self.model.config._attn_implementation = NAME

@@ -1,7 +1,8 @@
-"""Capturing CUDA graphs, with the reason where it fails."""
+"""The GPU that work goes to, and capturing CUDA graphs there, with the reason where it fails."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +11,22 @@ STARVED = 512 << 20
 """With so few bytes free a CUDA library can fail without saying that memory is what it lacks."""
 
 
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton and CUDA graphs go to the thread's current GPU, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each GPU: torch has one for all, on the GPU that came first."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
     """What runs inside becomes the graph; torch.OutOfMemoryError if it fails for want of memory."""
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
             yield
     except RuntimeError as error:
         raise cause_of(error, device) from None

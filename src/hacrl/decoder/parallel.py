@@ -20,6 +20,12 @@ def works_side_by_side(model: nn.Module) -> bool:
     return parameters[0].device.type == "cpu" and sum(parameter.numel() for parameter in parameters) <= SMALL
 
 
+def use_threads(count: int) -> None:
+    """For all that torch does in this thread. First a question: its first one takes what another thread said last."""
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
     """The results in order. Each worker is one thread that uses one thread of torch."""
     workers = min(workers, len(items))
@@ -27,7 +33,7 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers:
         return [work(item) for item in items]
     threads = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(workers, initializer=use_threads, initargs=(1,)) as pool:
             return list(pool.map(work, items))
     finally:
         torch.set_num_threads(threads)  # a part of the setting is common to all threads

@@ -17,26 +17,17 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hacrl.agents.loading import (
-    end_of_turn_ids,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-    resolve_model,
-)
-from hacrl.agents.master import cast_parameters
-from hacrl.agents.policy import Policy
-from hacrl.agents.prompts import render
+from hacrl.agents.loading import resolve_model
 from hacrl.agents.retokenize import decode
 from hacrl.config import AgentConfig, RunConfig, checked
 from hacrl.errors import UserError, warn
+from hacrl.evaluation.answers import Judge, Line, Sampler
 from hacrl.evaluation.figures import Array, by_problem, majority, mean_interval, mean_over_sets
 from hacrl.evaluation.heldout import agents_of
-from hacrl.rollouts.engine import Engine, SamplingParams
+from hacrl.rollouts.engine import SamplingParams
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import MathPool, Verifier
 from hacrl.training.run_dir import RunDir, to_json, write_atomically
 from hacrl.yaml_settings import apply_overrides
 
@@ -44,12 +35,17 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 """What a model is told that is not the agent of a run."""
 MAX_COMPLETION_LENGTH = 4096
 BATCH_SIZE = 64
-VERIFY_SECONDS = 10.0
-"""For the judgement of one completion."""
 SAMPLE_OF_WEIGHTS = 1 << 16
 """Bytes at the beginning and the end of each file of weights that tell one model from another."""
 
-Line = dict[str, Any]
+NOT_HERE = {
+    "id": "it names the agent of a run",
+    "model": "the model is the command's first word",
+    "max_prompt_length": "prompts are as long as the model's positions allow",
+    "temperature": "use --temperature",
+}
+"""Settings of an agent that an evaluation does not take as KEY=VALUE, and why."""
+
 Figure = dict[str, float | None]
 
 
@@ -89,10 +85,12 @@ def evaluate_benchmarks(target: str, options: Options, console: Console) -> tupl
             values: dict[str, dict[str, Array]] = {}
             for job in own:
                 path = folder.completions(job, alone=len(agents) == 1 and agent.id == "model")
-                lines = _complete(job, path, sampler, judge, progress)
+                lines = _complete(job, path, folder, sampler, judge, progress)
                 values[job.set.name] = _values(job, lines)
                 folder.add(job, _result(job, lines, values[job.set.name]))
-            folder.set_mean(agent.id, _means(own, values))
+                if not console.is_terminal:
+                    console.print(f"{agent.id}: {job.set.name} done", highlight=False, markup=False, emoji=False)
+            folder.set_mean(agent.id, [job.set.name for job in own], _means(own, values))
     return folder.contents, folder.path
 
 
@@ -110,6 +108,8 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
     else:
         if options.checkpoint is not None:
             raise UserError(f"--checkpoint is for a run, and {target} is none: it has no config.yaml.")
+        if (Path(target) / "warmup.yaml").is_file():
+            raise UserError(f"{target} is a warm-up. Give one of its models: {target}/checkpoint-STEP/agents/ID.")
         resolve_model(target)
         defaults: dict[str, Any] = {}
         if options.config is None:
@@ -124,6 +124,9 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
         usual = Path("runs") / f"eval-{Path(target.removeprefix('zoo:')).name}"
         seed = 0
     changes = {name: value for name, value in changes.items() if value is not None}
+    for name in (override.partition("=")[0] for override in options.overrides):
+        if name in NOT_HERE:
+            raise UserError(f"{name}=... has no meaning here: {NOT_HERE[name]}.")
     changed = []
     for agent in agents:
         changed.append(checked(AgentConfig, apply_overrides({**agent.model_dump(), **changes}, options.overrides)))
@@ -141,15 +144,18 @@ class Job:
         if self.k > 1 and self.temperature == 0:
             raise UserError(f"--temperature 0 would give {self.k} times the same completion: use --k 1.")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What makes it another evaluation: the model and its settings, the problems, and how they are sampled."""
-        names = ("system_prompt", "chat_template_kwargs", "max_completion_length", "stop", "dtype")
+    @cached_property
+    def agent_settings(self) -> dict[str, Any]:
+        """What makes it another model, or another way to ask it: the same for all benchmarks of a folder."""
+        names = ("system_prompt", "chat_template_kwargs", "max_completion_length", "stop", "dtype", "top_p", "top_k")
         settings: dict[str, Any] = {"weights": weights_of(self.agent.model), "seed": self.seed}
-        settings |= {name: getattr(self.agent, name) for name in names}
-        settings |= {"k": self.k, "temperature": self.temperature}
-        settings |= {"top_p": self.agent.top_p, "top_k": self.agent.top_k}
-        return {**settings, "problems": len(self.set.problems), "problems_digest": self.set.digest}
+        return settings | {name: getattr(self.agent, name) for name in names}
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What makes it another evaluation."""
+        own = {"k": self.k, "temperature": self.temperature}
+        return {**self.agent_settings, **own, "problems": len(self.set.problems), "problems_digest": self.set.digest}
 
     @property
     def wanted(self) -> set[tuple[str, int]]:
@@ -193,39 +199,51 @@ class EvaluationDir:
             raise UserError(f"{self.path} is a file. Choose another --output.")
         if self.path.is_dir() and not self.summary_file.is_file() and set(os.listdir(self.path)) - {".lock"}:
             raise UserError(f"{self.path} is not empty and not an evaluation. Choose another --output.")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be made: {error.strerror}. Choose another --output.") from error
         with RunDir(self.path).locked(f"Another process evaluates into {self.path}"):
             yield
 
     def begin(self, target: str, jobs: list[list[Job]]) -> None:
-        """Refuse to mix what was done before with something else; note down what is about to be done."""
+        """Refuse to mix what was done before with something else."""
+        self.contents = {"target": target, "agents": {}}
         if self.summary_file.is_file():
             self.contents = json.loads(self.summary_file.read_text(encoding="utf-8"))
-        else:
-            self.contents = {"target": target, "agents": {}}
         for job in (job for own in jobs for job in own):
-            agent = self.contents["agents"].setdefault(job.agent.id, {"model": job.agent.model, "benchmarks": {}})
-            before = agent["benchmarks"].setdefault(job.set.name, {"settings": job.settings})["settings"]
-            changed = [name for name in job.settings if before.get(name) != job.settings[name]]
-            if changed:
-                was = ", ".join(f"{name} {before.get(name)!r}, now {job.settings[name]!r}" for name in changed)
-                raise UserError(
-                    f"{self.path} holds {job.set.name} of {agent['model']} with other settings: {was}. "
-                    "Choose another --output."
-                )
+            agent = self.contents["agents"].get(job.agent.id, {"benchmarks": {}})
+            for name, row in agent["benchmarks"].items():
+                settings = job.settings if name == job.set.name else job.agent_settings
+                changed = [key for key in settings if row["settings"].get(key) != settings[key]]
+                if changed:
+                    was = ", ".join(f"{key} {row['settings'].get(key)!r}, now {settings[key]!r}" for key in changed)
+                    raise UserError(
+                        f"{self.path} holds {name} of {agent['model']} with other settings: {was}. "
+                        "Choose another --output."
+                    )
+
+    def claim(self, job: Job) -> None:
+        """Note down what is about to be sampled: from here on the folder holds this and nothing else."""
+        self._row(job)
         self.save()
+
+    def _row(self, job: Job) -> dict[str, Any]:
+        agents = self.contents["agents"]
+        agent = agents.setdefault(job.agent.id, {"model": job.agent.model, "benchmarks": {}})
+        row: dict[str, Any] = agent["benchmarks"].setdefault(job.set.name, {"settings": job.settings})
+        return row
 
     def completions(self, job: Job, alone: bool) -> Path:
         folder = self.path if alone else self.path / job.agent.id
-        folder.mkdir(exist_ok=True)
         return folder / f"{job.set.name.replace(':', '-')}.jsonl"
 
     def add(self, job: Job, result: dict[str, Any]) -> None:
-        self.contents["agents"][job.agent.id]["benchmarks"][job.set.name] |= result
+        self._row(job).update(result)
         self.save()
 
-    def set_mean(self, agent: str, mean: dict[str, Figure]) -> None:
-        self.contents["agents"][agent]["mean"] = mean
+    def set_mean(self, agent: str, benchmarks: list[str], mean: dict[str, Figure]) -> None:
+        self.contents["agents"][agent]["mean"] = {"benchmarks": benchmarks, **mean}
         self.save()
 
     def save(self) -> None:
@@ -237,7 +255,12 @@ def read_lines(path: Path) -> list[Line]:
     if not path.is_file():
         return []
     *whole, _ = path.read_text(encoding="utf-8", errors="surrogatepass").split("\n")
-    return [json.loads(line) for line in whole]
+    try:
+        return [json.loads(line) for line in whole]
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} has a damaged line ({error}). Remove the line, or the file: it is sampled anew."
+        ) from error
 
 
 def key(line: Line) -> tuple[str, int]:
@@ -256,105 +279,14 @@ def _append(path: Path, lines: Sequence[Line]) -> None:
 # --- sampling and judging --------------------------------------------------------------------------
 
 
-class Sampler:
-    """A model that answers. It is loaded when something is to be sampled."""
-
-    def __init__(self, config: AgentConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.config)
-
-    @cached_property
-    def engine(self) -> Engine:
-        model = load_model(self.config).requires_grad_(False)
-        policy = Policy(model, self.config, end_of_turn_ids(model, self.tokenizer, self.config.id))
-        cast_parameters(model, policy.dtype)
-        return policy.engine(self.tokenizer)
-
-    def prompt_ids(self, problem: Problem) -> list[int]:
-        """Through the chat template; without one, the instruction stands behind the problem."""
-        system = self.config.system_prompt
-        if self.tokenizer.chat_template or not system or not isinstance(problem.prompt, str):
-            return render(self.tokenizer, self.config, problem.prompt)
-        plain = self.config.model_copy(update={"system_prompt": None})
-        return render(self.tokenizer, plain, f"{problem.prompt}\n{system}\n")
-
-    def room(self, job: Job, longest: int) -> int:
-        """Tokens that a completion may have."""
-        positions = getattr(load_model_config(self.config).get_text_config(), "max_position_embeddings", None)
-        wanted = self.config.max_completion_length
-        if not positions or longest + wanted <= positions:
-            return wanted
-        if longest >= positions:
-            raise UserError(
-                f"{job.set.name}: a prompt has {longest} tokens, and {self.config.model} has {positions} positions."
-            )
-        warn(
-            f"{job.set.name}: completions have {positions - longest} tokens at most, because the longest prompt has "
-            f"{longest} and {self.config.model} has {positions} positions."
-        )
-        return int(positions) - longest
-
-
-class Judge:
-    """Verdicts and votes, by math-verify in processes with limits. They are started when they are needed."""
-
-    def __init__(self) -> None:
-        self._workers = min(os.cpu_count() or 1, 8)
-        self._verifier: Verifier | None = None
-        self._pool: MathPool | None = None
-
-    def __enter__(self) -> "Judge":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for part in (self._verifier, self._pool):
-            if part is not None:
-                part.close()
-
-    def verdicts(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Line]:
-        if self._verifier is None:
-            self._verifier = Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=self._workers)
-        answers = [problem.answer for problem in problems]
-        verdicts = self._verifier.score([problem.prompt for problem in problems], texts, {"answer": answers})
-        return [{"reward": v.reward, "problem": v.problem, "detail": v.detail} for v in verdicts]
-
-    def votes(self, groups: Sequence[Sequence[Line]]) -> list[list[int | None]]:
-        """Of the completions of each problem: 0 for the right answer, the same number for equal wrong ones."""
-        if self._pool is None:
-            self._pool = MathPool("same_answer", VERIFY_SECONDS, self._workers)
-        return list(self._pool.threads.map(self._votes, groups))
-
-    def _votes(self, group: Sequence[Line]) -> list[int | None]:
-        assert self._pool is not None
-        known: dict[str, int | None] = {}
-        different: list[str] = []
-        votes: list[int | None] = []
-        for line in group:
-            text, vote = line["text"], None
-            if line["reward"] == 1:
-                vote = 0
-            elif line["reward"] is not None and text in known:
-                vote = known[text]
-            elif line["reward"] is not None:
-                reply = self._pool.call({"completions": [text], "others": [different]})
-                place = reply.values[0] if reply.outcome == "returned" else None
-                if place == -1:
-                    different.append(text)
-                    place = len(different) - 1
-                vote = known[text] = None if place is None else int(place) + 1
-            votes.append(vote)
-        return votes
-
-
-def _complete(job: Job, path: Path, sampler: Sampler, judge: Judge, progress: Progress) -> list[Line]:
+def _complete(
+    job: Job, path: Path, folder: EvaluationDir, sampler: Sampler, judge: Judge, progress: Progress
+) -> list[Line]:
     """All lines of a benchmark, in the order of the problems; what is not there yet is sampled and judged."""
     task = progress.add_task(f"{job.agent.id} · {job.set.name}", total=len(job.wanted), rate="")
     lines = {key(line): line for line in read_lines(path)}
     if not lines.keys() >= job.wanted:
-        lines = _sample(job, path, lines, sampler, judge, progress, task)
+        lines = _sample(job, path, folder, lines, sampler, judge, progress, task)
     progress.update(task, completed=len(job.wanted), rate="")
     groups = [[lines[problem.id, index] for index in range(job.k)] for problem in job.set.problems]
     ordered = [line for group in groups for line in group]
@@ -371,6 +303,7 @@ def _complete(job: Job, path: Path, sampler: Sampler, judge: Judge, progress: Pr
 def _sample(
     job: Job,
     path: Path,
+    folder: EvaluationDir,
     lines: dict[tuple[str, int], Line],
     sampler: Sampler,
     judge: Judge,
@@ -381,48 +314,65 @@ def _sample(
     unknown = sampler.tokenizer.unk_token_id
     if unknown is not None and any(unknown in prompt for prompt in ids.values()):
         warn(f"{job.set.name}: prompts have characters that the tokenizer of {job.agent.model} does not know.")
-    room = sampler.room(job, max(map(len, ids.values())))
+    sampler.check_room(job.set.name, [len(prompt) for prompt in ids.values()])
     # Longest first: memory that suffices for the first batch suffices for all.
     problems = sorted(job.set.problems, key=lambda problem: -len(ids[problem.id]))
-    rows = [(problem, index) for problem in problems for index in range(job.k)]
+    fitting = [problem for problem in problems if len(ids[problem.id]) < sampler.positions]
+    rows = [(problem, index) for problem in fitting for index in range(job.k)]
     size = job.agent.sampling_batch_size
     batches = {start: rows[start : start + size] for start in range(0, len(rows), size)}
     # Only whole batches count, so that a batch has the same random numbers whenever it is sampled.
     whole = {s: b for s, b in batches.items() if lines.keys() >= {(problem.id, index) for problem, index in b}}
     kept = {(problem.id, index) for batch in whole.values() for problem, index in batch}
     lines = {place: line for place, line in lines.items() if place in kept}
-    if path.is_file():
+    engine = sampler.engine
+    folder.claim(job)
+    path.parent.mkdir(exist_ok=True)
+    unanswered = [(problem, index) for problem in problems[: -len(fitting)] for index in range(job.k)]
+    lines |= {(problem.id, index): _line(problem, index) for problem, index in unanswered}
+    if path.is_file() or unanswered:
         _write(path, list(lines.values()))
-    progress.update(task, completed=len(kept))
-    params = SamplingParams(1, room, job.temperature, job.agent.top_p, job.agent.top_k, tuple(job.agent.stop))
+    progress.update(task, completed=len(lines))
     tokens, began = 0, time.perf_counter()
     for start, batch in batches.items():
         if start in whole:
             continue
         seed = derive_seed(job.seed, EVALUATE, zlib.crc32(job.set.name.encode()), start)
-        sampled = sampler.engine.sample([ids[problem.id] for problem, _ in batch], params, seed)
-        completions = [completion for (completion,) in sampled]
+        prompts = [ids[problem.id] for problem, _ in batch]
+        room = int(min(job.agent.max_completion_length, sampler.positions - len(prompts[0])))
+        params = SamplingParams(1, room, job.temperature, job.agent.top_p, job.agent.top_k, tuple(job.agent.stop))
+        completions = [completion for (completion,) in engine.sample(prompts, params, seed)]
         tokens += sum(len(completion.token_ids) for completion in completions)
         rate = f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
         texts = [decode(sampler.tokenizer, completion.content_ids) for completion in completions]
         verdicts = judge.verdicts([problem for problem, _ in batch], texts)
         new = [
-            {
-                "prompt_id": problem.id,
-                "index": index,
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "text": text,
-                "finish_reason": completion.finish_reason,
-                "num_tokens": len(completion.token_ids),
-                **verdict,
-            }
+            _line(problem, index, text, completion.finish_reason, len(completion.token_ids), verdict)
             for (problem, index), completion, text, verdict in zip(batch, completions, texts, verdicts, strict=True)
         ]
         _append(path, new)
         lines |= {key(line): line for line in new}
         progress.update(task, advance=len(batch), rate=rate)
     return lines
+
+
+WRONG: Line = {"reward": 0.0, "problem": None, "detail": ""}
+
+
+def _line(
+    problem: Problem, index: int, text: str = "", finish_reason: str = "length", tokens: int = 0, verdict: Line = WRONG
+) -> Line:
+    """A completion as it is written down; without more, that of a problem which does not fit into the model."""
+    return {
+        "prompt_id": problem.id,
+        "index": index,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "text": text,
+        "finish_reason": finish_reason,
+        "num_tokens": tokens,
+        **verdict,
+    }
 
 
 def _progress(console: Console) -> Progress:

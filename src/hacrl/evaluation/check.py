@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hacrl.evaluation.benchmarks import VERIFY_SECONDS
+from hacrl.evaluation.answers import VERIFY_SECONDS
 from hacrl.seeding import permutation
 from hacrl.tasks.benchmarks import ProblemSet
 from hacrl.tasks.verify import MathPool, Verifier

@@ -65,21 +65,21 @@ def resampled_means(values: Sequence[float] | Array, seed: int = 0) -> Array:
 def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Interval:
     """Of the mean of values between 0 and 1, by resampling them (BCa); always the same draws.
 
-    Where all are 1, or all 0, nothing varies: then the exact binomial bound. NaN without values.
+    Where all agree nothing varies: then Chernoff's bound, which for all 1 or all 0 is the exact binomial one. NaN
+    without values.
     """
     data = np.asarray(values, dtype=float)
     if not len(data):
         return math.nan, math.nan
-    bound = ((1 - level) / 2) ** (1 / len(data))
-    if (data == 1).all():
-        return bound, 1.0
-    if (data == 0).all():
-        return 0.0, 1 - bound
+    if (data == data[0]).all():
+        chance = np.array([(1 - level) / 2])
+        low, high = (bound(data[0], len(data), chance, upper)[0] for upper in (False, True))
+        return float(low), float(high)
     mean, draws, normal = data.mean(), resampled_means(data), NormalDist()
     # Equal means differ by rounding; they count half.
     below = (np.mean(draws < mean - 1e-12) + np.mean(draws <= mean + 1e-12)) / 2
     away = data - mean
-    if not away.any() or not 0 < below < 1:
+    if not 0 < below < 1:
         low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
     bias = normal.inv_cdf(float(below))
@@ -101,15 +101,30 @@ def mean_over_sets(sets: Sequence[Array], level: float = 0.95) -> tuple[float, f
     if len(known) == 1:
         return float(known[0].mean()), *mean_interval(known[0], level)
     mean = float(np.mean([values.mean() for values in known]))
-    draws = np.mean([_draws(values, seed) for seed, values in enumerate(known)], axis=0)
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return mean, min(float(low), mean), max(float(high), mean)
+    ends = []
+    for upper, tail in ((False, (1 - level) / 2), (True, (1 + level) / 2)):
+        draws = np.mean([_draws(values, seed, upper) for seed, values in enumerate(known)], axis=0)
+        ends.append(float(np.quantile(draws, tail)))
+    return mean, min(ends[0], mean), max(ends[1], mean)
 
 
-def _draws(values: Array, seed: int) -> Array:
-    """Means as likely as the sample has them. All right, or all wrong, is no certainty: the distribution whose
-    quantile is the binomial bound."""
-    if (values == 0).all() or (values == 1).all():
-        drawn: Array = np.random.default_rng(seed).beta(1, len(values), size=RESAMPLES)
-        return drawn if values[0] == 0 else 1 - drawn
+def _draws(values: Array, seed: int, upper: bool) -> Array:
+    """Means as likely as the sample has them. Where all agree that is no certainty: on either side, what the bound
+    leaves to chance."""
+    if (values == values[0]).all():
+        return bound(values[0], len(values), np.random.default_rng(seed).uniform(size=RESAMPLES), upper)
     return resampled_means(values, seed)
+
+
+def bound(value: float, count: int, chance: Array, upper: bool) -> Array:
+    """How far the true mean may be from that of `count` values between 0 and 1 to let it come about with a chance of at
+    least so much (Chernoff): exp(-count KL(value, mean)) = chance, found by bisection."""
+    near, far = np.full_like(chance, value), np.full_like(chance, float(upper))
+    for _ in range(60):
+        middle = (near + far) / 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            right = value * np.log(value / middle) if value > 0 else 0.0
+            wrong = (1 - value) * np.log((1 - value) / (1 - middle)) if value < 1 else 0.0
+            beyond = count * (right + wrong) > -np.log(chance)
+        near, far = np.where(beyond, near, middle), np.where(beyond, middle, far)
+    return near

@@ -18,6 +18,8 @@ from hacrl.training.run_dir import RunDir, to_json, write_atomically
 class Accuracy:
     agent: str
     model: str
+    part: str | None
+    """Of a mixture; None: all problems."""
     accuracy: float
     low: float
     high: float
@@ -29,7 +31,8 @@ class Accuracy:
 def evaluate_target(
     target: str, config_source: str, step: int | None, num_problems: int | None, output: Path | None
 ) -> Iterator[Accuracy]:
-    """Greedy answers to the held-out problems of the run's task, or of the given config's."""
+    """Of greedy answers to the held-out problems of the run's task, or of the given config's; of a mixture also by
+    part."""
     if output is not None and output.exists():
         raise UserError(f"{output} already exists. Choose another --output.")
     if output is not None and not output.parent.is_dir():
@@ -50,6 +53,7 @@ def evaluate_target(
                     {
                         "agent": agent_config.id,
                         "prompt_id": problem.id,
+                        "part": problem.part,
                         "prompt": problem.prompt,
                         "answer": problem.answer,
                         "text": text,
@@ -57,13 +61,18 @@ def evaluate_target(
                         "problem": verdict.problem,
                     }
                 )
-            rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
-            accuracy = sum(rewards) / len(rewards) if rewards else math.nan
-            low, high = interval(rewards)
-            unverified = len(verdicts) - len(rewards)
-            yield Accuracy(agent_config.id, agent_config.model, accuracy, low, high, len(verdicts), unverified)
+            for part in (None, *sorted({problem.part for problem in task.eval_problems if problem.part is not None})):
+                pairs = zip(task.eval_problems, verdicts, strict=True)
+                own = [verdict.reward for problem, verdict in pairs if part in (None, problem.part)]
+                yield _accuracy(agent_config, part, own)
     if output is not None:
         write_atomically(output, "".join(to_json(line) + "\n" for line in lines))
+
+
+def _accuracy(agent: AgentConfig, part: str | None, rewards: list[float | None]) -> Accuracy:
+    judged = [reward for reward in rewards if reward is not None]
+    mean = sum(judged) / len(judged) if judged else math.nan
+    return Accuracy(agent.id, agent.model, part, mean, *interval(judged), len(rewards), len(rewards) - len(judged))
 
 
 def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:

@@ -12,6 +12,7 @@ from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.loading import Bases
 from hacrl.agents.sharded import ShardedAgent
 from hacrl.config import RunConfig
+from hacrl.decoder.parallel import use_threads
 from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
 from hacrl.rollouts.rollout import Rollout
@@ -43,7 +44,8 @@ class LocalExecutor:
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
         self.workers = min(len(self.agents), THREADS) if on_cpu else 1
         # Small models gain more from working side by side than from several threads each.
-        torch.set_num_threads(THREADS // self.workers)
+        self.threads = THREADS // self.workers
+        use_threads(self.threads)
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         for agent in self.agents:
@@ -75,7 +77,7 @@ class LocalExecutor:
                 raise
             return self._timed(agent, lambda agent: agent.learn(lessons[agent.index]))
 
-        with ThreadPoolExecutor(self.workers) as pool:
+        with self._pool() as pool:
             learning = [pool.submit(work, agent) for agent in self.agents]
             rollouts = self._note_seconds([future.result() for future in sampled])
             on_sampled(rollouts)
@@ -106,8 +108,11 @@ class LocalExecutor:
             if isinstance(agent, ShardedAgent):
                 agent.end()
 
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.workers, initializer=use_threads, initargs=(self.threads,))
+
     def _each(self, work: Callable[[AnyAgent], T]) -> list[T]:
-        with ThreadPoolExecutor(self.workers) as pool:
+        with self._pool() as pool:
             return self._note_seconds(list(pool.map(lambda agent: self._timed(agent, work), self.agents)))
 
     def _note_seconds(self, timed: list[tuple[T, float]]) -> list[T]:

@@ -182,7 +182,9 @@ class RayExecutor:
         nodes = sum(node["Alive"] for node in ray.nodes())
         advice = "Add nodes, or lower the agents' resources (num_gpus may be a fraction)."
         if (Path(self.config.output_dir) / "config.yaml").is_file():
-            advice += f" Continue with `hacrl train {self.config.output_dir} --resume`."
+            advice += (
+                f" Continue with `hacrl train {self.config.output_dir} --resume agents.ID.resources.num_gpus=...`."
+            )
         return f"Ray has no room for all agents. Wanted: {each}; {nodes} nodes have {written(there)}. {advice}"
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Sampling by vLLM: its own copy of the weights, in this process or another, updated in place when they have changed.
 
-vLLM reports raw log-probabilities by default; here they are those after temperature. After top-p and top-k they would
-be renormalised over what was left, which is not what a learner computes: use `recompute_logprobs: true` with these.
+A learner computes log-probabilities after temperature and before top-p and top-k. vLLM reports raw ones, before all of
+them, or processed ones, after all of them: the former are right at temperature 1, the latter without top-p and top-k.
 """
 
 import os
@@ -45,15 +45,17 @@ class Sampler(Protocol):
 class VLLM:
     """The sampler in this process."""
 
-    def __init__(self, folder: str, dtype: str, max_length: int, batch_size: int, options: dict[str, Any]) -> None:
-        """`options` go to vllm.LLM as they are, over what is set here."""
+    def __init__(
+        self, folder: str, dtype: str, max_length: int, batch_size: int, temperature: float, options: dict[str, Any]
+    ) -> None:
+        """`temperature` is that of rollouts; `options` go to vllm.LLM as they are, over what is set here."""
         vllm = import_vllm()
         settings = {
             "model": folder,
             "dtype": dtype,
             "max_model_len": max_length,
             "max_num_seqs": batch_size,
-            "logprobs_mode": "processed_logprobs",
+            "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
             "enable_prefix_caching": True,
             "generation_config": "vllm",  # nothing of the model's own sampling defaults
             "disable_log_stats": True,

@@ -20,6 +20,8 @@ STUDIES = Path(__file__).parents[1] / "studies"
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 ENLARGED = re.compile(r"(.+)_x([1-9]\d*)")
 """gspo_x2: GSPO with twice the rollouts."""
+NAMING = {"algorithm", "algorithm.name"}
+"""The settings that choose an algorithm."""
 
 Label = Annotated[str, Field(pattern=LABEL)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -34,7 +36,7 @@ class StudyConfig(Strict):
     base: Changes = Field(default_factory=dict)
     """What all runs start from: a preset, a run's YAML file (its path is relative to the study's), or its content."""
     settings: Changes = Field(default_factory=dict)
-    """Over base and pair, for all runs."""
+    """Over base and pair, for all runs. What it says of `algorithm` holds for each of the algorithms."""
     pairs: dict[Label, Changes] = Field(default_factory=dict)
     """Over base: a preset, a file or its content for each; a list of presets will do. Without any: base alone."""
     algorithms: Annotated[dict[Label, Changes], Field(min_length=1)]
@@ -88,6 +90,11 @@ class StudyConfig(Strict):
         for place, changes in places.items():
             for key in {key for key, _ in flat(changes)} & {"seed", "output_dir"}:
                 raise ValueError(f"{place}.{key}: a study sets it itself, from seeds and output_dir of the study")
+        for key in {key for key, _ in flat(self.settings)} & NAMING:
+            raise ValueError(
+                f"settings.{key}: which algorithms run is said under algorithms, for example algorithms: [gspo] or "
+                "{mine: {algorithm.name: gspo}}; in settings only their options can be, as algorithm.OPTION"
+            )
         return self
 
     @property
@@ -289,20 +296,35 @@ def run_settings(
     )
     # A checkpoint every few steps, as in many a config, would fill the disk with what nobody looks at.
     data = merge({**data, "save_every": 0}, settings)
+    of_algorithms = {key: value for key, value in settings.items() if key.startswith("algorithm.")}
     enlarged = ENLARGED.fullmatch(algorithm)
     name, times = (enlarged[1], int(enlarged[2])) if enlarged else (algorithm, 1)
     if name in ALGORITHMS:
-        data = merge(data, {"algorithm.name": name})
+        data = merge_choice(data, {"algorithm.name": name}, of_algorithms)
     elif not changes:
         labels = [*ALGORITHMS, *(f"{label}_x2" for label in ALGORITHMS)]
         raise UserError(f"{where}: {algorithm!r} is no algorithm and has no settings{nearest(algorithm, labels)}")
-    data = merge(merge(data, changes), option)
+    elif enlarged:
+        raise UserError(
+            f"{where}: _x{times} is {times} times the rollouts of an algorithm, but {name!r} is none. Choose another "
+            "label, and set num_generations if more rollouts are meant."
+        )
+    for layer in (changes, option):
+        data = merge_choice(data, layer, of_algorithms)
     if name not in ALGORITHMS:
         return data
     chosen = data["algorithm"].get("name") if isinstance(data["algorithm"], dict) else None
     if chosen != name:
         raise UserError(f"{where}: the label says {name}, the settings {chosen}. Choose another label.")
     return enlarge(data, times)
+
+
+def merge_choice(data: dict[str, Any], changes: Mapping[str, Any], of_algorithms: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat settings over settings; if they choose another algorithm, `of_algorithms` are over its defaults."""
+    chosen = merge(data, {key: value for key, value in changes.items() if key in NAMING})
+    if chosen["algorithm"] != data["algorithm"]:
+        chosen = merge(chosen, of_algorithms)
+    return merge(chosen, {key: value for key, value in changes.items() if key not in NAMING})
 
 
 def enlarge(data: dict[str, Any], times: int) -> dict[str, Any]:

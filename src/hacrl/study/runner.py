@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from hacrl.config import RunConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.study.grid import Run, Study, StudyConfig
 from hacrl.study.results import collect, read_gpu_seconds, write_results
@@ -74,26 +75,34 @@ class Child:
 
 def choose_places(study: Study, jobs: int | None) -> Places:
     """As many runs at once as fit, and the same number of threads for each, however many run at once."""
-    devices = {agent.device for run in study.runs for agent in run.config.agents}
+    configs = [run.config for run in study.runs]
+    devices = {agent.device for config in configs for agent in config.agents}
     gpus = visible_gpus() if devices != {"cpu"} else []
+    on_cluster = any(config.execution == "ray" and config.ray.address is not None for config in configs)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     wanted = jobs or study.config.jobs
+    if on_cluster or (gpus and any(needs_all_gpus(config) for config in configs)):
+        return Places(wanted or 1, study.config.threads or cores, [])
     if not gpus:
         threads = study.config.threads or max(cores // len(study.runs), 1)
         return Places(wanted or max(cores // threads, 1), threads, [])
-    if any(device.startswith("cuda:") for device in devices):  # the study says itself who goes where
-        return Places(wanted or 1, study.config.threads or cores, [])
     most = wanted or RUNS_PER_GPU * len(gpus)
     return Places(most, study.config.threads or max(cores // most, 1), gpus)
+
+
+def needs_all_gpus(config: RunConfig) -> bool:
+    """Whether a run has to see every GPU: it says itself who goes where, or Ray does, or an agent takes several."""
+    on_one = all(agent.fsdp == 1 and not agent.device.startswith("cuda:") for agent in config.agents)
+    return config.execution == "ray" or not on_one
 
 
 def visible_gpus() -> list[str]:
     import torch
 
-    if not torch.cuda.device_count():
-        return []
+    count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named or [str(index) for index in range(torch.cuda.device_count())]
+    # At the first name of a GPU that is not there, CUDA stops reading.
+    return named[:count] or [str(index) for index in range(count)]
 
 
 def with_earlier_threads(config: StudyConfig) -> StudyConfig:
@@ -178,10 +187,17 @@ class Runner:
             ended = [child for child in self.children if child.process.poll() is not None]
             for child in ended:
                 self.end(child)
-            steps = {child.run.name: last_step(child.run) for child in self.children}
+            steps = self.last_steps()
             self.view.show([child.run for child in self.children], steps, self.time_left(steps))
             if not ended:
                 time.sleep(0.25)
+
+    def last_steps(self) -> dict[str, int]:
+        """Of what goes on. A run that had no checkpoint, or an old one, is behind where it was when it ended."""
+        steps = {child.run.name: last_step(child.run) for child in self.children}
+        for child in self.children:
+            child.first_step = min(child.first_step, steps[child.run.name])
+        return steps
 
     def share_time(self) -> None:
         """What went by since the last look is shared by those that go on in each place."""
@@ -236,7 +252,7 @@ class Runner:
         summary = child.run.summary
         if child.process.returncode == 0 and summary is not None:
             self.busy += seconds
-            self.work += child.run.cost
+            self.work += child.run.cost * (1 - child.first_step / child.run.config.max_steps)
         else:
             code = child.process.returncode
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

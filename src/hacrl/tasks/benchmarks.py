@@ -3,16 +3,16 @@
 Files are read as they come in the usual repositories; none is part of this package.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import digits
 
 from hacrl.errors import UserError, nearest
 from hacrl.tasks.boxed import last_box
-from hacrl.tasks.dataset import Row, is_missing, read_rows
-from hacrl.tasks.problem import Problem
+from hacrl.tasks.dataset import Row, is_missing, read_rows, valid_text
+from hacrl.tasks.problem import Problem, digest
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -93,8 +93,7 @@ class ProblemSet:
     @property
     def digest(self) -> str:
         """Of prompts and references: other problems under the same name are another benchmark."""
-        content = "\0".join(f"{problem.prompt}\0{problem.answer}" for problem in self.problems)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return digest(self.problems)
 
     def solution(self, problem: Problem) -> str | None:
         """The worked solution of the data, where it is one that ends in the reference."""
@@ -104,6 +103,8 @@ class ProblemSet:
 
 def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None = None) -> list[ProblemSet]:
     """The problem sets, from files in `data` or from the hub; UserError if one is unknown or not found."""
+    if not names:
+        raise UserError(f"No benchmark is named. There are {', '.join(BENCHMARKS)}.")
     for name in names:
         known, _, _ = name.partition(":")
         if known not in BENCHMARKS:
@@ -139,7 +140,15 @@ def _load_files(name: str, data: Path) -> ProblemSet:
         message += " (or .json, .parquet)."
         if not split and (train := _matches(f"{known}:train", data)):
             message += f" There is {train[0]}: to be evaluated on training problems, ask for {known}:train."
+        family = known.rstrip(digits)  # aime24 and aime25, math and math500
+        relatives = [other for other in BENCHMARKS if other != known and other.rstrip(digits) == family]
+        others = [other for other in relatives if _matches(other, data)]
+        if others:
+            message += f" There are files of {', '.join(others)}."
         raise UserError(message)
+    subset = BENCHMARKS[known].subset
+    if subset and any(path.parent.name == subset for path in paths):
+        paths = [path for path in paths if path.parent.name == subset]
     shards = {SHARD.sub("", str(path.with_suffix(""))) for path in paths}
     if len(shards) > 1:
         raise UserError(f"Several files fit {name}: {', '.join(map(str, paths))}. Give --data a folder with one.")
@@ -162,13 +171,15 @@ def _matches(name: str, data: Path) -> list[Path]:
     benchmark = BENCHMARKS[known]
     aliases = {plain(alias) for alias in (known, *benchmark.files)}
     splits = [split] if split else list(dict.fromkeys(["test", benchmark.split]))
+    here = data.resolve()
+    around = [here.name] if here.name != benchmark.subset else [here.parent.name]
     files = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     for each in splits:
         names = {alias + plain(each) for alias in aliases} | (set() if split else aliases)
         found = []
         for path in files:
             stem = plain(SHARD.sub("", path.stem))
-            folders = [data.resolve().name, *path.relative_to(data).parts[:-1]]
+            folders = [*around, *path.relative_to(data).parts[:-1]]
             inside = any(plain(folder) in aliases for folder in folders)
             if stem in names or (inside and stem == plain(each)):
                 found.append(path)
@@ -203,6 +214,8 @@ def _prompt(row: Row, place: str) -> str:
     column = next((column for column in ("problem", "question", "prompt") if not is_missing(row.get(column))), None)
     if column is None:
         raise UserError(f"{place} has no problem: it has the columns {', '.join(row)}.")
+    if not isinstance(row[column], str):
+        raise UserError(f"{place}: {column} is a {type(row[column]).__name__}, expected text.")
     context = row.get("context")
-    question = str(row[column]).strip()
+    question = valid_text(row[column], place).strip()
     return question if is_missing(context) else f"{str(context).strip()}\n\n{question}"

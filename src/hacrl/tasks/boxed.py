@@ -11,7 +11,7 @@ REPAIRS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<!\\)\$", ""),
-        (r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3})", ""),  # thousands: 29,\!322 and 29{,}322
+        (r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ""),  # thousands: 29,\!322 and 29{,}322
         (r"\\!", ""),
         (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^{])", ""),
         (r"(?<=\d)\.(?![\d.])", ""),  # the decimal point of -1./3
@@ -26,6 +26,9 @@ REPAIRS = [
 ]
 SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.]*\w)")
 END = re.compile(r"(?:\\[,;: ]|(?<!\.)[.,;]|\s)+$")
+SPACE = r"(?:\s|\\[,;: ])+"
+GAP = re.compile(rf"(\.(?:\d{{3}}{SPACE})+\d{{1,3}}(?!\d))|(?<=\d){SPACE}(?=\d)(?!\d{{3}}(?!\d))")
+"""Space between two numbers, as in 2 1/2. That of 29 322 is within one, and so is that of .141 59, the group."""
 LAYOUT = re.compile(r"\s|\\left(?![a-z])|\\right(?![a-z])|\\[,;: ]")
 
 
@@ -78,4 +81,8 @@ def same_text(one: str, other: str) -> bool:
 
 
 def _plain(answer: str) -> str:
-    return LAYOUT.sub("", tidy(answer)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return (
+        LAYOUT.sub("", GAP.sub(lambda found: found[1] or "~", tidy(answer)))
+        .replace("\\dfrac", "\\frac")
+        .replace("\\tfrac", "\\frac")
+    )

@@ -4,6 +4,7 @@ A row needs a prompt and an answer. The prompt is the column `prompt` (text or c
 or `question`; the answer is `answer`, else `solution`, `ground_truth` or verl's `reward_model.ground_truth`.
 """
 
+import codecs
 import difflib
 import importlib
 import json
@@ -81,7 +82,8 @@ def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
 class ProblemStream:
     """An endless order of problems: epoch after epoch, each shuffled by (seed, epoch).
 
-    What `take` returns depends on its arguments alone, so a run resumes from its position.
+    What `take` returns depends on its arguments alone, so a run resumes from its position. Steps of one size see
+    each problem once an epoch.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
@@ -92,7 +94,8 @@ class ProblemStream:
     def take(self, position: int, count: int) -> list[Problem]:
         """The `count` problems from `position` on, all different.
 
-        Where they reach into the next epoch, that epoch's problems which are already among them are passed over.
+        Where they reach into the next epoch, that epoch's problems which are already among them are left for the
+        step after it.
         """
         size = len(self._problems)
         if count > size:
@@ -100,17 +103,29 @@ class ProblemStream:
                 f"The data set has {size} problems, fewer than the {count} of one step: "
                 f"set prompts_per_step to {size} or less, or add data."
             )
-        epoch, offset = divmod(position, size)
-        chosen = self._order(epoch)[offset : offset + count]
-        if missing := count - len(chosen):
-            taken = set(chosen)
-            chosen = chosen + [index for index in self._order(epoch + 1) if index not in taken][:missing]
+        first = position
+        while first >= size > count > first % size > 0:  # the step before reached into this epoch
+            first -= count
+        chosen: list[int] = []
+        for start in range(first, position + 1, max(count, 1)):
+            epoch, offset = divmod(start, size)
+            order = self._order(epoch)
+            if start > first:
+                order = _beginning_with(chosen[-offset:], order)
+            chosen = order[offset : offset + count]
+            if len(chosen) < count:
+                chosen = _beginning_with(chosen, self._order(epoch + 1))[:count]
         return [self._problems[index] for index in chosen]
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self._problems)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
+
+
+def _beginning_with(first: list[int], order: list[int]) -> list[int]:
+    taken = set(first)
+    return first + [index for index in order if index not in taken]
 
 
 def read_rows(source: str, split: str, subset: str | None) -> Iterable[tuple[str, Row]]:
@@ -140,7 +155,7 @@ def _rows(source: str, rows: list[Row]) -> Iterable[tuple[str, Row]]:
 
 def _read_json(path: Path) -> Iterable[tuple[str, Row]]:
     """JSON lines, or one JSON array."""
-    content = path.read_bytes()
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
         rows = [(f"{path}, row {number}", row) for number, row in enumerate(_parse_json(content, str(path)))]
     else:
@@ -206,15 +221,15 @@ def _prompt(row: Row, place: str) -> Prompt:
         raise UserError(_lacks(row, place, "prompt", PROMPT_COLUMNS))
     prompt = row[column]
     if isinstance(prompt, str):
-        return _valid(prompt, place)
+        return valid_text(prompt, place)
     if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
         raise UserError(
             f"{place}: {column} is neither text nor a list of chat messages, each with text as role and content."
         )
-    return [{"role": message["role"], "content": _valid(message["content"], place)} for message in prompt]
+    return [{"role": message["role"], "content": valid_text(message["content"], place)} for message in prompt]
 
 
-def _valid(text: str, place: str, what: str = "prompt") -> str:
+def valid_text(text: str, place: str, what: str = "prompt") -> str:
     """JSON can spell half of a character, "\\ud83d", which no tokenizer takes."""
     try:
         text.encode()
@@ -233,7 +248,7 @@ def _completion(row: Row, place: str) -> str:
         raise UserError(f"{place}: the completion {has}. Add it, or remove the row.")
     if not isinstance(completion, str):
         raise UserError(f"{place}: the completion is a {type(completion).__name__}, expected text.")
-    return _valid(completion, place, "completion")
+    return valid_text(completion, place, "completion")
 
 
 def _is_message(message: object) -> bool:
@@ -241,18 +256,15 @@ def _is_message(message: object) -> bool:
 
 
 def _answer(row: Row, place: str) -> str:
-    nested = row.get("reward_model")
-    if isinstance(nested, str):
-        nested = _parse_json(nested.encode(), f"{place}, reward_model")
-    truth = nested.get("ground_truth") if isinstance(nested, dict) else None
-    candidates = [*(row.get(column) for column in ANSWER_COLUMNS[:-1]), truth]
+    candidates = (_final(row.get(column)) for column in ANSWER_COLUMNS[:-1])
     answer = next((answer for answer in candidates if not is_missing(answer)), None)
+    if answer is None:
+        answer = _final(_ground_truth(row, place))
+    if is_missing(answer):
+        raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
     match answer:
-        case None:
-            raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
         case str():
-            # GSM8K's answers are worked solutions that end in "#### 72".
-            return answer.rpartition("####")[2].strip()
+            return answer
         case float() if answer.is_integer():
             return str(int(answer))
         case int() | float() | Decimal():
@@ -261,6 +273,19 @@ def _answer(row: Row, place: str) -> str:
         f"{place}: the answer is a {type(answer).__name__}, expected text or a number. Every column reaches the "
         "reward functions: keep the structure in a column of another name, and put a text in answer."
     )
+
+
+def _final(answer: object) -> object:
+    """GSM8K's answers are worked solutions that end in "#### 72"."""
+    return answer.rpartition("####")[2].strip() if isinstance(answer, str) else answer
+
+
+def _ground_truth(row: Row, place: str) -> object:
+    """verl's, in a column that may be JSON."""
+    nested = row.get("reward_model")
+    if isinstance(nested, str):
+        nested = _parse_json(nested.encode(), f"{place}, reward_model")
+    return nested.get("ground_truth") if isinstance(nested, dict) else None
 
 
 def is_missing(value: object) -> bool:

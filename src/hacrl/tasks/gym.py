@@ -9,11 +9,16 @@ curriculum: what is held out anywhere is never trained on anywhere.
 """
 
 import dataclasses
+import os
+import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count as count_from
 from typing import Any, Literal
+
+import numpy as np
 
 from hacrl.errors import UserError, nearest
 from hacrl.tasks.arithmetic import Split
@@ -34,6 +39,11 @@ RETRY = CHUNK * 10**7
 MAX_ATTEMPTS = 200
 """Draws for one problem before the generator is held to have no unseen one left."""
 UNUSABLE = {"composite": "write a mixture of tasks instead (task.mixture)"}
+HASH_SEEDED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+"""Generators that go through sets of strings, whose order is another one in every process; of word_ladder only the
+reference answers depend on it, from which a warm-up learns."""
+GLOBALLY_RANDOM = {"codeio", "knight_swap", "list_functions"}
+"""Generators that draw not only from their own seed, but also from the random numbers of the whole process."""
 
 
 def split_of(question: str) -> Split:
@@ -44,6 +54,19 @@ def split_of(question: str) -> Split:
 
 def _number(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The random numbers of the process begin at the seed, and go on afterwards where they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class GymTask:
@@ -75,6 +98,11 @@ class GymTask:
             raise UserError(f"reasoning-gym has no {self.generator!r}{nearest(self.generator, DATASETS)}")
         if self.generator in UNUSABLE:
             raise UserError(f"gym:{self.generator} cannot be used: {UNUSABLE[self.generator]}.")
+        if self.generator in HASH_SEEDED and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+            raise UserError(
+                f"The problems of gym:{self.generator} depend on Python's hash seed, which is another one in every "
+                "process: start the command with PYTHONHASHSEED=0 in front of it."
+            )
         known = {field.name for field in dataclasses.fields(DATASETS[self.generator][1])} - {"seed", "size"}
         for option in self.options:
             if option in ("seed", "size"):
@@ -127,7 +155,9 @@ class GymTask:
         """The problem at this place of a stream, if it belongs to the split."""
         chunk, offset = divmod(index, CHUNK)
         try:
-            entry = self._data(stream, chunk)[offset]
+            data = self._data(stream, chunk)
+            with self._seeded(f"{stream}/{chunk}/{offset}"):
+                entry = data[offset]
         except Exception as error:
             raise self._refused(error) from error
         question, answer = str(entry["question"]), entry["answer"]
@@ -149,9 +179,13 @@ class GymTask:
 
         seed = _number(f"{stream}/{chunk}") % 2**31  # numpy's generators take no more than 32 bits
         try:
-            return create_dataset(self.generator, seed=seed, size=size, **self.options)
+            with self._seeded(f"{stream}/{chunk}"):
+                return create_dataset(self.generator, seed=seed, size=size, **self.options)
         except Exception as error:
             raise self._refused(error) from error
+
+    def _seeded(self, place: str) -> AbstractContextManager[None]:
+        return _seeded(_number(place)) if self.generator in GLOBALLY_RANDOM else nullcontext()
 
     def _refused(self, error: Exception) -> UserError:
         reason = str(error) or type(error).__name__

@@ -9,6 +9,7 @@ import logging
 import re
 import runpy
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ boxes, same_text, scientific, tidy, tidy_boxes = (
 
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """Where LaTeX begins in a text."""
+ARGUMENT = re.compile(r"\\[a-zA-Z]+\s*\{[^{}]*\}")
+"""A command with what stands in its braces: \\text{square units}."""
+WORD = re.compile(
+    r"(?<!\S)[^\w\s\\{}^]*"
+    r"(?:(?:(?!and\b)[a-z]{3,}|am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|so|to|up|us|we)(?:['’-][a-z]+)*"
+    r"|a(?=\s+(?:\d|\\[$\\]|[a-z]{2})))"
+    r"[^\w\s\\{}^]*(?!\S)",
+    re.IGNORECASE,
+)
+"""A word of a sentence with its punctuation. "Or" and "and" may join the parts of an answer; other short ones are
+variables, xy, or units."""
 
 
 def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
@@ -103,12 +115,30 @@ def _delimit(completion: str) -> str:
     read the 3), and what stands behind #### (it would rather take a number near the word "answer")."""
     if "\\boxed" in completion:
         return str(tidy_boxes(completion))
-    last_line = completion.rstrip().rpartition("\n")[2]
+    text, newline, last_line = completion.rstrip().rpartition("\n")
     _, marked, answer = last_line.rpartition("####")
-    delimited = DELIMITED.search(completion)
-    if marked or ("\\" in last_line and not delimited):
+    if marked:
         return rf"\boxed{{{tidy(answer)}}}"
-    return str(scientific(completion)) if delimited else completion
+    if DELIMITED.search(completion):
+        return str(scientific(completion))
+    if "\\" not in last_line:
+        return completion
+    pieces = _between_words(last_line)
+    if len(pieces) == 1:
+        return rf"\boxed{{{tidy(last_line)}}}"
+    return text + newline + "".join(_in_dollars(piece) if "\\" in piece else piece for piece in pieces)
+
+
+def _between_words(line: str) -> list[str]:
+    """A line cut up before and behind each word of a sentence."""
+    hidden = ARGUMENT.sub(lambda found: "\\" * len(found[0]), line)
+    cuts = [cut for word in WORD.finditer(hidden) for cut in word.span()]
+    return [line[start:end] for start, end in pairwise([0, *cuts, len(line)])]
+
+
+def _in_dollars(latex: str) -> str:
+    latex = tidy(latex).strip("*= ")
+    return f" ${latex}$ " if latex else " "
 
 
 def _parse(text: str) -> list[Any]:

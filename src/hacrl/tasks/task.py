@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from hacrl.errors import UserError
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict, Verifier
+
+LOOKAHEAD = 10_000
+"""Places of a mixture in which the steps are looked for that take most of a part."""
 
 
 class Task:
@@ -29,7 +33,7 @@ class Task:
         self.verifier: AbstractContextManager[Any] = verifier
         """Ends the verifier's processes on exit."""
         self.listed = listed
-        """Training problems that are known beforehand, for checks before the first step."""
+        """All training problems where they are known beforehand; none where they are made."""
         self._score = verifier.score
         self._curriculum, self._solution = curriculum, solution
 
@@ -79,6 +83,11 @@ class Interleaving:
             self._counts[part] += 1
         return list(self._order[position : position + count])
 
+    def most(self, part: int, count: int) -> int:
+        """How many of `count` places in a row are the part's, at most."""
+        so_far = [0, *accumulate(place == part for place in self.parts(0, count + LOOKAHEAD))]
+        return max(end - start for start, end in zip(so_far, so_far[count:], strict=False))
+
     def before(self, position: int) -> list[int]:
         """How many of the first `position` places each part has."""
         self.parts(position, 0)
@@ -99,14 +108,29 @@ class Mixture(Task):
         for verifier in dict.fromkeys(part.verifier for part in parts.values()):  # some parts share one
             verifiers.enter_context(verifier)
         self._order = Interleaving(weights)
+        self._checked = 0
+        """The largest step for which every part has problems enough."""
 
     def _train(self, position: int, count: int) -> list[Problem]:
+        if count > self._checked:
+            self._check(count)
         order, before = self._order.parts(position, count), self._order.before(position)
         drawn = []
         for k, (label, part) in enumerate(self.parts.items()):
             problems = part.train(before[k], order.count(k)) if k in order else []
             drawn.append(iter([_of_part(problem, label) for problem in problems]))
         return [next(drawn[k]) for k in order]
+
+    def _check(self, count: int) -> None:
+        """UserError if a part runs short in this step or in a later one of the same size."""
+        for k, (label, part) in enumerate(self.parts.items()):
+            size = len(part.listed)
+            if size and (most := self._order.most(k, count)) > size:
+                raise UserError(
+                    f"The part {label} of the mixture has {size} problems, fewer than the {most} that a step of "
+                    f"{count} can take from it: add rows to it, lower its weight, or lower prompts_per_step."
+                )
+        self._checked = count
 
     def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class Worker:
         sys.path and no more than `memory` bytes, without waiting for it."""
         self._order = (function, path, memory)
         self._lock = threading.Lock()
+        self._reaping = threading.Lock()
         self._start()
 
     def load(self) -> Reply:
@@ -111,20 +113,31 @@ class Worker:
         return Reply("returned", values=result or []) if succeeded else Reply("raised", detail=result)
 
     def _kill(self) -> None:
-        """Kill the child with its own children, and end the send or receive that waits for it."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill the child with its own children, also where it ended by itself, and end the send or receive that waits
+        for it."""
+        with self._reaping:
+            if self._process.returncode is None:  # not reaped: its number is still that of its group and of no other
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody in it is alive
+                    os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _discard(self, grace: float = 0.0) -> str:
         """Clear away the child, which has `grace` seconds to end by itself; returns how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=grace)
+        deadline = time.monotonic() + grace
+        while time.monotonic() < deadline and not self._has_ended():
+            time.sleep(0.01)
         self._kill()
-        code = self._process.wait()
+        with self._reaping:
+            code = self._process.wait()
         self._replies.close()
         self._socket.close()
         self._running = False
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _has_ended(self) -> bool:
+        """Without reaping the child, where the system can tell."""
+        if self._process.returncode is None and hasattr(os, "waitid"):
+            with contextlib.suppress(ChildProcessError):  # reaped elsewhere
+                return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._process.poll() is not None

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from hacrl.algorithms import Algorithm
+
 WINDOW = 10
 """Steps that are looked at."""
 OPPOSED = -0.05
@@ -13,8 +15,8 @@ OPPOSED = -0.05
 class CollaborationCheck:
     """Looks at the metrics of each step; warns once for each agent and trouble."""
 
-    def __init__(self, agents: Sequence[str]) -> None:
-        self.agents = agents
+    def __init__(self, agents: Sequence[str], algorithm: Algorithm) -> None:
+        self.agents, self.algorithm = agents, algorithm
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._told: set[tuple[str, str]] = set()
 
@@ -45,10 +47,10 @@ class CollaborationCheck:
                 reasons.append(f"{source}: mean s {last[f'{prefix}/ratio_mean']:.2f}, band {lower:.2f} to {upper:.2f}")
             if last.get(f"{prefix}/dropped"):
                 reasons.append(f"{source}: {last[f'{prefix}/dropped']} rollouts it cannot read")
+        advice = "" if self.algorithm.keeps_all else " Try algorithm.name=hacpo_robust, which has no band."
         return (
             f"Collaboration is idle: agent {learner} has used none of the others' rollouts for {WINDOW} steps "
-            f"({'; '.join(reasons)}). It learns as if it were alone. "
-            f"Try algorithm.name=hacpo_robust, which has no band."
+            f"({'; '.join(reasons)}). It learns as if it were alone.{advice}"
         )
 
     def _harmful(self, learner: str) -> str | None:
@@ -56,8 +58,9 @@ class CollaborationCheck:
         cosines = [metrics[name] for metrics in self._recent if metrics.get(name) is not None]
         if len(cosines) < WINDOW or (mean := sum(cosines) / len(cosines)) > OPPOSED:
             return None
+        advice = ", or lower algorithm.cross_weight" if hasattr(self.algorithm, "cross_weight") else ""
         return (
             f"Collaboration may be harmful: for {WINDOW} steps the gradient agent {learner} gets from the others' "
             f"rollouts has pointed against its own (mean cosine {mean:.2f}). "
-            f"Compare with algorithm.name=gspo, or lower algorithm.cross_weight."
+            f"Compare with algorithm.name=gspo{advice}."
         )

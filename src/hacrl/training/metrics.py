@@ -15,12 +15,24 @@ from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Advantages
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
+from hacrl.tasks.verify import Verdict
 
 Metrics = dict[str, float]
 
 
+def accuracy_metrics(name: str, problems: Sequence[Problem], verdicts: Sequence[Verdict]) -> Metrics:
+    """The mean reward of what was judged, of all problems and of each part of a mixture."""
+    by_part: dict[str | None, list[float]] = {}
+    for problem, verdict in zip(problems, verdicts, strict=True):
+        if verdict.reward is not None:
+            by_part.setdefault(problem.part, []).append(verdict.reward)
+    judged = [reward for rewards in by_part.values() for reward in rewards]
+    metrics = {name: float(np.mean(judged))} if judged else {}
+    return metrics | {f"{name}/{part}": float(np.mean(own)) for part, own in by_part.items() if part is not None}
+
+
 def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """One agent's rollouts of a step, of which those that could not be verified have no reward."""
+    """One agent's rollouts that a step learns from, of which those that could not be verified have no reward."""
     valid = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_tokens for rollout in rollouts]
     metrics: Metrics = {
@@ -28,9 +40,6 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "unverified": len(rollouts) - len(valid),
-        "verifier_errors": sum(r.verdict.get("problem") == "error" for r in rollouts),
-        "verifier_timeouts": sum(r.verdict.get("problem") == "timeout" for r in rollouts),
     }
     if valid:
         groups: dict[int, list[float]] = {}
@@ -40,6 +49,15 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         metrics["reward_std"] = float(np.mean([np.std(g, ddof=1) if len(g) > 1 else 0.0 for g in groups.values()]))
         metrics["frac_reward_zero_std"] = float(np.mean([max(g) == min(g) for g in groups.values()]))
     return metrics
+
+
+def verification_metrics(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """What the verifier left open, of all that one agent sampled in a step."""
+    return {
+        "unverified": sum(rollout.reward is None for rollout in rollouts),
+        "verifier_errors": sum(rollout.verdict.get("problem") == "error" for rollout in rollouts),
+        "verifier_timeouts": sum(rollout.verdict.get("problem") == "timeout" for rollout in rollouts),
+    }
 
 
 def reward_of_parts(rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Metrics:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hacrl.agents.loading import resolve_model
-from hacrl.config import RunConfig
+from hacrl.config import RunConfig, Settings, without_shared_settings
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, Executor
 from hacrl.execution.local import LocalExecutor
@@ -20,11 +20,11 @@ from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
 from hacrl.training.trainer import Trainer, Watcher
-from hacrl.yaml_settings import apply_overrides
+from hacrl.yaml_settings import apply_overrides, find_item
 
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
-    *("trace", "report_to", "execution", "ray"),
+    *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length"),
 }
 """What may be changed when a run is continued; anything else would make it another run."""
 
@@ -144,13 +144,19 @@ def check_same_run(config: RunConfig, saved: RunConfig) -> None:
 
 def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
     """The config of an interrupted run, with the few changes that leave it the same run."""
-    config = RunDir.open(run_dir).config()
+    whole = RunDir.open(run_dir).config().model_dump(mode="json")
+    data = without_shared_settings(whole, Settings)
     for override in overrides:
         key = override.partition("=")[0]
-        if key.partition(".")[0] not in RESUMABLE_CHANGES:
+        setting, *parts = key.split(".")
+        agent = None
+        if setting == "agents" and parts:
+            agent, (setting, *parts) = find_item(whole["agents"], [*parts, ""], key)  # "": none behind the id
+        if setting not in RESUMABLE_CHANGES:
             raise UserError(
                 f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "
                 "Start a new run with another output_dir."
             )
-    data = apply_overrides(config.model_dump(mode="json"), overrides)
-    return RunConfig.from_dict(data, str(run_dir))
+        if agent is not None:  # where an agent has the run's section, the rest of it stays as it was
+            data["agents"][agent].setdefault(setting, whole["agents"][agent][setting])
+    return RunConfig.from_dict(apply_overrides(data, overrides), str(run_dir))

@@ -155,9 +155,17 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 
 def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()) -> list[str]:
-    """What is set otherwise, the folder and what is allowed aside."""
-    now, then = new.model_dump(mode="json"), old.model_dump(mode="json")
-    return [name for name in now if name not in {"output_dir", *allowed} and now[name] != then[name]]
+    """What is set otherwise, the folder and what is allowed aside, for the whole or for an agent."""
+    aside = {"output_dir", *allowed}
+
+    def settings(config: BaseModel) -> dict[str, Any]:
+        data = config.model_dump(mode="json")
+        if "agents" in data:
+            data["agents"] = [{name: agent[name] for name in agent if name not in aside} for agent in data["agents"]]
+        return {name: data[name] for name in data if name not in aside}
+
+    now, then = settings(new), settings(old)
+    return [name for name in now if now[name] != then[name]]
 
 
 def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allowed: set[str]) -> None:

@@ -4,7 +4,6 @@ The trainer knows neither which algorithm it runs nor where the agents live: the
 rollout is worth, the executor takes requests to the agents.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,18 +21,21 @@ from hacrl.execution.executor import Executor
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import SHUFFLE, global_random_state, permutation, restore_global_random_state
 from hacrl.tasks import Task
-from hacrl.tasks.problem import Problem
+from hacrl.tasks.problem import Problem, digest
 from hacrl.training import checkpoint
 from hacrl.training.health import CollaborationCheck
 from hacrl.training.metrics import (
+    accuracy_metrics,
     baseline_metrics,
     learning_metrics,
     pair_metrics,
     reward_of_parts,
     sampling_metrics,
     uses,
+    verification_metrics,
 )
 from hacrl.training.run_dir import RunDir
+from hacrl.training.schedule import learning_rate
 
 ACCOUNTED = ("rollouts", "tokens", "tokens_trained", "updates")
 """What a result has cost, besides time and memory."""
@@ -79,7 +81,9 @@ class Trainer:
         self.sampled: list[dict[int, float]] = [{} for _ in self.ids]
         """The same of sampled answers."""
         self.seconds = 0.0
-        self.check = CollaborationCheck(self.ids)
+        self.problems_digest = digest((*task.listed, *task.eval_problems))
+        """Of those that are known beforehand."""
+        self.check = CollaborationCheck(self.ids, self.algorithm)
 
     # --- the run -----------------------------------------------------------------------------------
 
@@ -128,7 +132,7 @@ class Trainer:
         learn_seconds = list(self.executor.seconds)
 
         for k, agent_id in enumerate(self.ids):
-            self._count(k, rollouts[k], results[k])
+            self._count(k, results[k])
             self.times[k]["learn_seconds"] += learn_seconds[k]
             agent_metrics: dict[str, Any] = {
                 **sampling_metrics(rollouts[k]),
@@ -207,6 +211,9 @@ class Trainer:
             tokens = sum(rollout.num_tokens for rollout in own)
             self.totals[k]["rollouts"] += len(own)
             self.totals[k]["tokens"] += tokens
+            verified = verification_metrics(own)
+            self.totals[k]["unverified"] += verified["unverified"]
+            metrics |= {f"{self.ids[k]}/{name}": count for name, count in verified.items()}
             self.times[k]["sample_seconds"] += float(seconds[k])
             metrics[f"{self.ids[k]}/time/sample"] = float(seconds[k])
             metrics[f"{self.ids[k]}/time/tokens_per_second"] = tokens / max(float(seconds[k]), 1e-9)
@@ -308,10 +315,9 @@ class Trainer:
             f"nothing to learn from.{first} Check task.reward on one of the lines of {self.run.path / 'rollouts'}."
         )
 
-    def _count(self, k: int, rollouts: Sequence[Rollout], result: LearnResult) -> None:
+    def _count(self, k: int, result: LearnResult) -> None:
         self.totals[k]["updates"] += int(result.metrics["updates"])
         self.totals[k]["tokens_trained"] += int(result.metrics["tokens_trained"])
-        self.totals[k]["unverified"] += sum(rollout.reward is None for rollout in rollouts)
         self.totals[k]["dropped"] += len(result.dropped)
         self.totals[k]["nonfinite_updates"] += int(result.metrics["nonfinite_updates"])
 
@@ -375,18 +381,13 @@ class Trainer:
             name, unverified, history = "eval_sampled", "eval_sampled_unverified", self.sampled
         metrics: dict[str, Any] = {}
         for k, texts in enumerate(self.executor.answer(problems, sampled)):
-            by_part: dict[str | None, list[float]] = {}
-            for problem, verdict in zip(problems, self.task.score(problems, texts), strict=True):
-                if verdict.reward is not None:
-                    by_part.setdefault(problem.part, []).append(verdict.reward)
-            judged = [reward for rewards in by_part.values() for reward in rewards]
-            metrics[f"{self.ids[k]}/{unverified}"] = len(problems) - len(judged)
-            metrics[f"{self.ids[k]}/time/eval"] = self.executor.seconds[k]
-            if judged:
-                metrics[f"{self.ids[k]}/{name}"] = history[k][self.step] = float(np.mean(judged))
-            for part, rewards in by_part.items():
-                if part is not None:
-                    metrics[f"{self.ids[k]}/{name}/{part}"] = float(np.mean(rewards))
+            verdicts = self.task.score(problems, texts)
+            found = accuracy_metrics(name, problems, verdicts)
+            if name in found:
+                history[k][self.step] = found[name]
+            found[unverified] = sum(verdict.reward is None for verdict in verdicts)
+            found["time/eval"] = self.executor.seconds[k]
+            metrics |= {f"{self.ids[k]}/{key}": value for key, value in found.items()}
         return metrics
 
     def _best_step(self) -> int | None:
@@ -425,6 +426,7 @@ class Trainer:
             "position": self.position,
             "capability": self.tracker.state_dict(),
             "task": self.task.state_dict(),
+            "problems": self.problems_digest,
             "totals": self.totals,
             "times": self.times,
             "accuracy": [list(own.items()) for own in self.accuracy],
@@ -442,6 +444,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        changed = UserError(
+            f"{self.run.path} cannot be continued: its task no longer gives the problems that the run was started "
+            "with: data or the version of a package has changed. Put that back, or start a new run with another "
+            "output_dir."
+        )
+        if state.get("problems", self.problems_digest) != self.problems_digest:
+            raise changed
         self.step, self.position, self.seconds = state["step"], state["position"], state["seconds"]
         self.tracker.load_state_dict(state["capability"])
         self.task.load_state_dict(state["task"])
@@ -454,6 +463,8 @@ class Trainer:
             count = self.config.prompts_per_step
             rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
             problems = self.task.train(self.position - count, count)
+            if any(problems[rollout.prompt_index].id != rollout.prompt_id for own in rollouts for rollout in own):
+                raise changed
             self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
         restore_global_random_state(state["random"])
 
@@ -482,15 +493,3 @@ class Trainer:
 def first_and_last(values: dict[int, float], name: str) -> dict[str, float | None]:
     """Of values by step."""
     return {f"start_{name}": values.get(0), f"final_{name}": values[max(values)] if values else None}
-
-
-def learning_rate(agent: AgentConfig, step: int, max_steps: int) -> float:
-    """The learning rate of a training step: linear warm-up, then the schedule down to 0 after the last."""
-    if step <= agent.warmup_steps:
-        return agent.learning_rate * step / (agent.warmup_steps + 1)
-    if agent.lr_scheduler_type == "constant":
-        return agent.learning_rate
-    done = (step - 1 - agent.warmup_steps) / max(max_steps - agent.warmup_steps, 1)
-    if agent.lr_scheduler_type == "linear":
-        return agent.learning_rate * (1 - done)
-    return agent.learning_rate * 0.5 * (1 + math.cos(math.pi * done))

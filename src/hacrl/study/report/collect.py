@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hacrl.algorithms import ALGORITHMS
+from hacrl.config import part_label
 from hacrl.errors import UserError
 from hacrl.training.run_dir import RunDir
 from hacrl.yaml_settings import read_source
@@ -44,6 +45,8 @@ PAIR_SERIES = (
 CUMULATIVE = ("num_rollouts", "num_updates", "elapsed", "step")
 """Counts since the start: of several steps the last one counts, not the mean."""
 PHASES = {"sampling": "time/sample", "learning": "time/learn", "evaluating": "time/eval"}
+SHOWN_PARTS = 4
+"""Of a mixture, by name."""
 REASONS = {"verifier_errors": "the verifier failed", "verifier_timeouts": "the verifier took too long"}
 
 
@@ -76,7 +79,7 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
         ],
         "totals": totals(ids, lines, summary),
         "evals": evaluations(ids, lines),
-        "series": thin(step_series(ids, steps), points),
+        "series": thin(step_series(ids, steps, bool(config.get("overlap"))), points),
         "merged": math.ceil(len(steps) / points) if steps else 1,
         "mass": {learner: {source: mass(learner, source, steps) for source in ids} for learner in ids},
         "lost": lost(ids, steps),
@@ -115,6 +118,10 @@ def describe_task(task: Any) -> str:
         return "unknown task"
     if task.get("name"):
         return str(task["name"])
+    if task.get("mixture"):
+        names = [part_label(part.get("id"), part.get("name"), part.get("train")) for part in task["mixture"]]
+        left = len(names) - SHOWN_PARTS
+        return " + ".join([*names[:SHOWN_PARTS], *([f"{left} more"] if left > 0 else [])])
     rewards = [str(reward.get("name") if isinstance(reward, dict) else reward) for reward in task.get("reward") or []]
     return f"{Path(str(task.get('train'))).name}, reward {' + '.join(rewards)}"
 
@@ -219,7 +226,7 @@ def evaluations(ids: Sequence[str], lines: Sequence[Data]) -> Data:
     return found
 
 
-def step_series(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[float | None]]:
+def step_series(ids: Sequence[str], steps: Sequence[Data], overlap: bool) -> dict[str, list[float | None]]:
     """The curves of a run, a value for each step; those without any value are left out."""
     series: dict[str, list[float | None]] = {"step": column(steps, "step"), "elapsed": [*elapsed(steps)]}
     for learner in ids:
@@ -228,22 +235,27 @@ def step_series(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[flo
         for source in ids:
             for name in PAIR_SERIES:
                 series[f"{learner}/from_{source}/{name}"] = column(steps, f"{learner}/from_{source}/{name}")
-    series |= {f"phase/{name}": [*values] for name, values in phase_seconds(ids, steps).items()}
+    series |= {f"phase/{name}": [*values] for name, values in phase_seconds(ids, steps, overlap).items()}
     series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, steps).items() if any(values)}
     return {name: values for name, values in series.items() if any(value is not None for value in values)}
 
 
-def phase_seconds(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[float]]:
-    """Seconds of each step by phase. Agents side by side take as long as the slowest, agents in turn the sum."""
+def phase_seconds(ids: Sequence[str], steps: Sequence[Data], overlap: bool = False) -> dict[str, list[float]]:
+    """Seconds of each step by phase. Agents side by side take as long as the slowest, agents in turn the sum.
+
+    With `overlap` agents go on while answers are verified, else nobody does.
+    """
     by_agent = {
         phase: [[number(line.get(f"{agent}/{name}")) or 0.0 for agent in ids] for line in steps]
         for phase, name in PHASES.items()
     }
     whole = [number(line.get("step_time")) or 0.0 for line in steps]
+    verifying = [number(line.get("time/verify")) or 0.0 for line in steps]
     busy = sum(sum(row) for rows in by_agent.values() for row in rows)
-    join = max if busy > sum(whole) else sum
+    in_turn = busy if overlap else busy + sum(verifying)
+    join = max if in_turn > sum(whole) else sum
     seconds = {phase: [float(join(row)) if row else 0.0 for row in rows] for phase, rows in by_agent.items()}
-    seconds["verifying"] = [number(line.get("time/verify")) or 0.0 for line in steps]
+    seconds["verifying"] = verifying
     told = [sum(values[i] for values in seconds.values()) for i in range(len(steps))]
     seconds["other"] = [max(total - part, 0.0) for total, part in zip(whole, told, strict=True)]
     return {phase: seconds[phase] for phase in ("sampling", "verifying", "learning", "evaluating", "other")}

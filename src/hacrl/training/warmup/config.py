@@ -110,9 +110,10 @@ class WarmupConfig(WarmupSettings):
     """Of the prompts in files: so many are never trained on, but used for the held-out loss."""
     eval_size: Positive = 200
     """At most so many held-out rows of each source."""
-    save_every: Count = 0
+    save_every: Count = 50
     """Steps between checkpoints; 0: at the end only."""
-    save_total_limit: Positive | None = None
+    save_total_limit: Positive | None = 1
+    """Keep only so many of the newest; null: all."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     output_dir: str = "runs/warmup"
 

@@ -1,6 +1,7 @@
 """The rows one agent learns from, in its tokens, by position in an endless stream."""
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Source:
     """Rows that the agent cannot use, by reason, of those known beforehand."""
     size: int | None
     """Rows to train on; None: endless."""
+    digest: str
+    """Of all rows that are known beforehand."""
 
 
 class Rows:
@@ -48,6 +51,13 @@ class Rows:
         self._order = Interleaving([part.weight for part in data])
         self.dropped = sum((source.dropped for source in self.sources), Counter[str]())
         self.heldout = [row for source in self.sources for row in source.heldout]
+        self.digests = [source.digest for source in self.sources]
+
+    def check(self) -> None:
+        """UserError if there is nothing to learn from."""
+        known = self.dropped.copy()
+        self.take(0, 1)
+        self.dropped = known
 
     def take(self, position: int, count: int) -> tuple[list[Row], int]:
         """The `count` usable rows from `position` on, and the position after them."""
@@ -78,6 +88,8 @@ class Rows:
         completion = [*agent.retokenizer.encode(example.completion), agent.stop_ids[0]]
         if len(completion) > config.max_completion_length:
             raise Dropped("completion_too_long")
+        if agent.positions is not None and len(prompt) + len(completion) > agent.positions:
+            raise Dropped("beyond_positions")
         return Row(prompt, completion)
 
     def _source(self, data: DataConfig, config: WarmupConfig) -> Source:
@@ -109,7 +121,7 @@ class Rows:
             epoch, offset = divmod(position, len(rows))
             return rows[order(epoch)[offset]]
 
-        return Source(train, usable[True][: config.eval_size], dropped, len(rows))
+        return Source(train, usable[True][: config.eval_size], dropped, len(rows), _digest(rows + usable[True]))
 
     def _from_task(self, task_config: TaskConfig, config: WarmupConfig) -> Source:
         """Problems with the task's own completions; held out is its validation split, never its test."""
@@ -130,14 +142,16 @@ class Rows:
                 heldout.append(self.encode(Example(problem.prompt, task.solution(problem))))
             except Dropped as reason:
                 dropped[str(reason)] += 1
-        return Source(train, heldout, dropped, None)
+        return Source(train, heldout, dropped, None, _digest(heldout))
 
     def _none_usable(self, dropped: Counter[str], where: str) -> str:
         config = self.agent.config
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items()) or "all are held out"
+        positions = self.agent.positions
+        model = f"its model has {positions} positions for both; " if positions is not None else ""
         return (
             f"Agent {config.id} can use no row of {where} ({reasons}). max_prompt_length is "
-            f"{config.max_prompt_length}, max_completion_length {config.max_completion_length}; "
+            f"{config.max_prompt_length}, max_completion_length {config.max_completion_length}; {model}"
             "not_reversible: its tokenizer cannot spell the text."
         )
 
@@ -156,3 +170,10 @@ def for_validation(task: TaskConfig, eval_size: int) -> TaskConfig:
 def _fraction(text: str) -> float:
     """A number in [0, 1) that the text alone decides."""
     return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big") / 2**32
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    digest = blake2b(digest_size=16)
+    for row in rows:
+        digest.update(array("q", [len(row.prompt), len(row.completion), *row.prompt, *row.completion]))
+    return digest.hexdigest()

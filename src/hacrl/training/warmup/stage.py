@@ -4,12 +4,12 @@ import math
 import shutil
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,8 +25,9 @@ from hacrl.execution.memory import keep_freed_memory
 from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
 from hacrl.tasks import Task, build_task
 from hacrl.training import checkpoint
+from hacrl.training.metrics import accuracy_metrics
 from hacrl.training.run_dir import RunDir, refuse_changes, write_atomically
-from hacrl.training.trainer import learning_rate
+from hacrl.training.schedule import learning_rate
 from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
 from hacrl.training.warmup.start import resolve_tokenizer, starting_model
@@ -69,18 +70,24 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
             resolve_model(agent.model, f"agents.{agent.id}.model")
         if agent.tokenizer is not None:
             resolve_tokenizer(agent)
-    run.path.mkdir(parents=True, exist_ok=True)
-    with run.locked(), Display(config, console) as display:
-        try:
-            stage = Warmup(config, run, display)
-        except BaseException:
-            if not resume:
-                clear(run.path)
-            raise
-        write_atomically(run.path / CONFIG_FILE, config.to_yaml())
-        if resume:
-            stage.resume()
-        summary = stage.train()
+    task, remarks = build_task(config.task, config.seed) if config.task else (None, [])
+    with task.verifier if task else nullcontext(), Display(config, console) as display:
+        for remark in remarks:
+            display.note(remark)
+        run.path.mkdir(parents=True, exist_ok=True)
+        with run.locked():
+            if resume:
+                stage = Warmup(config, run, display, task)
+                stage.resume()
+                write_atomically(run.path / CONFIG_FILE, config.to_yaml())
+            else:
+                write_atomically(run.path / CONFIG_FILE, config.to_yaml())  # killed from here on, it can be continued
+                try:
+                    stage = Warmup(config, run, display, task)
+                except BaseException:
+                    clear(run.path)
+                    raise
+            summary = stage.train()
     return WarmupResult(run.path, summary, models(config))
 
 
@@ -111,11 +118,10 @@ class Pupil:
 class Warmup:
     """Agents learn in turn, each by its own rows, one update a step until its `max_steps`."""
 
-    def __init__(self, config: WarmupConfig, run: RunDir, display: "Display") -> None:
-        self.config, self.run, self.display = config, run, display
+    def __init__(self, config: WarmupConfig, run: RunDir, display: "Display", task: Task | None = None) -> None:
+        self.config, self.run, self.display, self.task = config, run, display, task
         self.step = 0
         self.seconds = 0.0
-        self.task: Task | None = None
         bases: Bases = {}
         self.pupils = []
         for index, own in enumerate(config.agents):
@@ -123,6 +129,9 @@ class Warmup:
             agent = Agent(own.for_agent(model), index, GSPO(), config.seed, bases=bases)
             rows = Rows(agent, own.data, config)
             self._tell(rows)
+            rows.check()
+            if task is not None:
+                agent.check_prompts(task.eval_problems)
             self.pupils.append(Pupil(own, agent, SupervisedLearner(agent), rows, 0, Counter(), {}, {}))
 
     def _tell(self, rows: Rows) -> None:
@@ -136,17 +145,6 @@ class Warmup:
             self.display.note(f"{agent.config.id} has no chat template: string prompts are given to it as they are.")
 
     def train(self) -> dict[str, Any]:
-        if self.config.task is None:
-            return self._train()
-        self.task, remarks = build_task(self.config.task, self.config.seed)
-        with self.task.verifier:
-            for remark in remarks:
-                self.display.note(remark)
-            for pupil in self.pupils:
-                pupil.agent.check_prompts(self.task.eval_problems)
-            return self._train()
-
-    def _train(self) -> dict[str, Any]:
         if self.step == 0:
             self._log({"step": 0} | {k: v for pupil in self.pupils for k, v in self._evaluate(pupil).items()})
         while self.step < self.config.last_step:
@@ -191,10 +189,10 @@ class Warmup:
         if self.task is not None and self.task.eval_problems:
             problems = self.task.eval_problems
             verdicts = self.task.score(problems, pupil.agent.answer(problems))
-            judged = [verdict.reward for verdict in verdicts if verdict.reward is not None]
-            metrics["eval_unverified"] = len(problems) - len(judged)
-            if judged:
-                metrics["eval_accuracy"] = pupil.accuracy[self.step] = float(np.mean(judged))
+            metrics |= accuracy_metrics("eval_accuracy", problems, verdicts)
+            metrics["eval_unverified"] = sum(verdict.reward is None for verdict in verdicts)
+            if "eval_accuracy" in metrics:
+                pupil.accuracy[self.step] = metrics["eval_accuracy"]
         metrics["time/eval"] = time.perf_counter() - start
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
@@ -223,6 +221,8 @@ class Warmup:
             self._load_state_dict(checkpoint.load_state(found[-1]))
             for pupil in self.pupils:
                 pupil.agent.load(*files_of(found[-1], pupil.config.id))
+        else:
+            self.display.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
         self.run.rewind(self.step if found else -1)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -232,6 +232,7 @@ class Warmup:
             "agents": [
                 {
                     "position": pupil.position,
+                    "digests": pupil.rows.digests,
                     "dropped": pupil.rows.dropped,
                     "totals": pupil.totals,
                     "losses": list(pupil.losses.items()),
@@ -243,12 +244,24 @@ class Warmup:
         }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
+        for pupil, own in zip(self.pupils, state["agents"], strict=True):
+            self._check_rows(pupil, own.get("digests", pupil.rows.digests))
         self.step, self.seconds = state["step"], state["seconds"]
         for pupil, own in zip(self.pupils, state["agents"], strict=True):
             pupil.position = own["position"]
             pupil.rows.dropped, pupil.totals = Counter(own["dropped"]), Counter(own["totals"])
             pupil.losses, pupil.accuracy = dict(own["losses"]), dict(own["accuracy"])
         restore_global_random_state(state["random"])
+
+    def _check_rows(self, pupil: Pupil, digests: list[str]) -> None:
+        """UserError if the rows are not those that the checkpoint was trained on."""
+        for data, digest, then in zip(pupil.config.data, pupil.rows.digests, digests, strict=True):
+            if digest != then:
+                raise UserError(
+                    f"{self.run.path} cannot be continued: {data.file or 'its task'} no longer gives agent "
+                    f"{pupil.config.id} the rows it was started with. Put the old data back, or start anew with "
+                    "another output_dir."
+                )
 
     def _summary(self) -> dict[str, Any]:
         agents = {}

@@ -1,0 +1,134 @@
+"""Answers of one model to the problems of benchmarks, and the judgement of answers."""
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from hacrl.agents.loading import end_of_turn_ids, load_model, load_model_config, load_tokenizer, positions_of
+from hacrl.agents.master import cast_parameters
+from hacrl.agents.policy import Policy
+from hacrl.agents.prompts import render
+from hacrl.config import AgentConfig
+from hacrl.errors import UserError, warn
+from hacrl.rollouts.engine import Engine
+from hacrl.tasks.problem import Problem
+from hacrl.tasks.verify import MathPool, Verifier
+
+VERIFY_SECONDS = 10.0
+"""For the judgement of one completion."""
+
+Line = dict[str, Any]
+"""A completion with its verdict, as it is written down."""
+
+
+class Sampler:
+    """A model that answers. It is loaded when something is to be sampled."""
+
+    def __init__(self, config: AgentConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.config)
+
+    @cached_property
+    def engine(self) -> Engine:
+        model = load_model(self.config).requires_grad_(False)
+        policy = Policy(model, self.config, end_of_turn_ids(model, self.tokenizer, self.config.id))
+        cast_parameters(model, policy.dtype)
+        return policy.engine(self.tokenizer)
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """Through the chat template; where it takes no instruction, that stands behind the problem."""
+        if self.takes_instruction or not isinstance(problem.prompt, str):
+            return render(self.tokenizer, self.config, problem.prompt)
+        plain = self.config.model_copy(update={"system_prompt": None})
+        end = "" if self.tokenizer.chat_template else "\n"
+        return render(self.tokenizer, plain, f"{problem.prompt}\n{self.config.system_prompt}{end}")
+
+    @cached_property
+    def takes_instruction(self) -> bool:
+        """Base models have no template, and some templates know no system role."""
+        if not self.config.system_prompt:
+            return True
+        if not self.tokenizer.chat_template:
+            return False
+        try:
+            render(self.tokenizer, self.config, "1 + 1 = ?")
+        except UserError:
+            return False
+        return True
+
+    @cached_property
+    def positions(self) -> float:
+        return positions_of(load_model_config(self.config)) or math.inf
+
+    def check_room(self, benchmark: str, lengths: Sequence[int]) -> None:
+        """UserError if no problem fits into the model; a warning if some do not, or leave too little for an answer."""
+        wanted, model, positions = self.config.max_completion_length, self.config.model, self.positions
+        too_long = sum(length >= positions for length in lengths)
+        if too_long == len(lengths):
+            raise UserError(
+                f"{benchmark}: the shortest prompt has {min(lengths)} tokens, and {model} has {positions} positions."
+            )
+        if too_long:
+            warn(f"{benchmark}: {too_long} prompts do not fit into {model} ({positions} positions): counted as wrong.")
+        short = sum(positions - wanted < length < positions for length in lengths)
+        if short:
+            warn(
+                f"{benchmark}: {short} prompts leave less than {wanted} tokens for a completion, because {model} "
+                f"has {positions} positions."
+            )
+
+
+class Judge:
+    """Verdicts and votes, by math-verify in processes with limits. They are started when they are needed."""
+
+    def __init__(self) -> None:
+        self._workers = min(os.cpu_count() or 1, 8)
+        self._verifier: Verifier | None = None
+        self._pool: MathPool | None = None
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for part in (self._verifier, self._pool):
+            if part is not None:
+                part.close()
+
+    def verdicts(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Line]:
+        if self._verifier is None:
+            self._verifier = Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=self._workers)
+        answers = [problem.answer for problem in problems]
+        verdicts = self._verifier.score([problem.prompt for problem in problems], texts, {"answer": answers})
+        return [{"reward": v.reward, "problem": v.problem, "detail": v.detail} for v in verdicts]
+
+    def votes(self, groups: Sequence[Sequence[Line]]) -> list[list[int | None]]:
+        """Of the completions of each problem: 0 for the right answer, the same number for equal wrong ones."""
+        if self._pool is None:
+            self._pool = MathPool("same_answer", VERIFY_SECONDS, self._workers)
+        return list(self._pool.threads.map(self._votes, groups))
+
+    def _votes(self, group: Sequence[Line]) -> list[int | None]:
+        assert self._pool is not None
+        known: dict[str, int | None] = {}
+        different: list[str] = []
+        votes: list[int | None] = []
+        for line in group:
+            text, vote = line["text"], None
+            if line["reward"] == 1:
+                vote = 0
+            elif line["reward"] is not None and text in known:
+                vote = known[text]
+            elif line["reward"] is not None:
+                reply = self._pool.call({"completions": [text], "others": [different]})
+                place = reply.values[0] if reply.outcome == "returned" else None
+                if place == -1:
+                    different.append(text)
+                    place = len(different) - 1
+                vote = known[text] = None if place is None else int(place) + 1
+            votes.append(vote)
+        return votes
