@@ -698,10 +698,11 @@ def test_eval_on_benchmarks(hacrl: Run) -> None:
     arguments = ["eval", "zoo:llama-weak", "--benchmarks", "gsm8k,gsm8k:train", *given, f"fast={FAST}"]
     result = hacrl(*arguments)
     assert (result.code, result.err) == (0, "")
-    for part in ("model: zoo:llama-weak", "gsm8k:train", "3 × 2", "mean", "runs/eval-llama-weak"):
+    for part in ("model: zoo:llama-weak", "gsm8k:train", "avg@1", "avg@2", "maj@2", "best@2", "runs/eval-llama-weak"):
         assert part in result.out
     before = contents()
-    assert before.keys() >= {f"runs/eval-llama-weak/{name}.jsonl" for name in ("gsm8k", "gsm8k-train")}
+    names = ("gsm8k", "gsm8k-greedy", "gsm8k-train", "gsm8k-train-greedy")
+    assert before.keys() >= {f"runs/eval-llama-weak/{name}.jsonl" for name in names}
     assert hacrl(*arguments) == result
     assert contents() == before
     assert_refused(hacrl(*arguments, "--seed", "1"), "other settings: seed 0, now 1")

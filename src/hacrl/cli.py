@@ -395,33 +395,31 @@ def print_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def print_benchmarks(results: dict[str, Any], folder: Path, names: list[str]) -> None:
-    def value(figure: dict[str, Any] | None) -> str:
-        return "–" if figure is None or figure["value"] is None else f"{figure['value']:.3f}"
-
-    def interval(figure: dict[str, Any]) -> str:
-        return "–" if figure["low"] is None else f"{figure['low']:.3f} – {figure['high']:.3f}"
+    def cells(figure: dict[str, Any]) -> list[str]:
+        numbers = ["–" if figure[name] is None else f"{figure[name]:.3f}" for name in ("value", "low", "high")]
+        return [numbers[0], f"{numbers[1]} – {numbers[2]}" if figure["low"] is not None else "–"]
 
     for agent_id, agent in results["agents"].items():
         table = Table(title=Text(f"{agent_id}: {agent['model']}"), title_justify="left")
-        for name in ("benchmark", "problems", "avg@k", "95 % interval", "maj@k", "best@k"):
-            table.add_column(name, justify="left" if name == "benchmark" else "right")
+        for name in ("benchmark", "problems", "figure", "value", "95 % interval"):
+            table.add_column(name, justify="left" if name in ("benchmark", "figure") else "right")
         remarks = []
         for name in names:
             row = agent["benchmarks"][name]
             k, figures = row["settings"]["k"], row["figures"]
-            average = figures[f"avg@{k}"]
-            others = [value(figures.get(f"{kind}@{k}")) for kind in ("maj", "best")]
-            problems = f"{row['settings']['problems']:,}" + (f" × {k}" if k > 1 else "")
-            table.add_row(Text(name), problems, value(average), interval(average), *others)
+            table.add_row(Text(name), f"{row['settings']['problems']:,}", "avg@1", *cells(figures["avg@1"]))
+            for kind in ("avg", "maj", "best") if k > 1 else ():
+                table.add_row("", "", f"{kind}@{k}", *cells(figures[f"{kind}@{k}"]))
             for count, what in ((row["unverified"], "have no verdict"), (row["cut_off"], "were cut off")):
                 if count:
                     remarks.append(f"{name}: {count:,} of {row['completions']:,} completions {what}.")
         if len(names) > 1:
             mean = agent["mean"]
             table.add_section()
-            table.add_row("mean", "", value(mean["avg"]), interval(mean["avg"]))
-            if mean["paper"] != mean["avg"]:
-                table.add_row("mean, AIME by best@k", "", value(mean["paper"]), interval(mean["paper"]))
+            table.add_row("mean", "", "avg@1", *cells(mean["avg@1"]))
+            for figure, shown in (("avg", "avg@k"), ("paper", "avg@1, AIME by best@k")):
+                if mean[figure] != mean["avg@1"]:
+                    table.add_row("", "", shown, *cells(mean[figure]))
         console.print(table)
         for remark in remarks:
             console.print(remark, highlight=False, markup=False, emoji=False)

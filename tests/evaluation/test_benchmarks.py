@@ -87,15 +87,29 @@ def test_several_completions(data: Path, tmp_path: Path) -> None:
         assert {key: figures[key]["value"] for key in expected} == pytest.approx(expected)
         assert figures["avg@8"]["low"] <= figures["avg@8"]["value"] <= figures["avg@8"]["high"]
     gsm8k, aime = (agent["benchmarks"][name]["figures"] for name in ("gsm8k", "aime25"))
-    assert agent["mean"]["avg"]["value"] == pytest.approx((gsm8k["avg@8"]["value"] + aime["avg@8"]["value"]) / 2)
-    assert agent["mean"]["paper"]["value"] == pytest.approx((gsm8k["avg@8"]["value"] + aime["best@8"]["value"]) / 2)
+    for mean, figures in {"avg@1": ("avg@1",) * 2, "avg": ("avg@8",) * 2, "paper": ("avg@1", "best@8")}.items():
+        expected = (gsm8k[figures[0]]["value"] + aime[figures[1]]["value"]) / 2
+        assert agent["mean"][mean]["value"] == pytest.approx(expected)
+
+
+def test_beside_several_completions_there_is_the_greedy_answer(data: Path, tmp_path: Path) -> None:
+    alone = evaluate(data, tmp_path / "alone")
+    beside = evaluate(data, tmp_path / "beside", k=2)
+    lines = read_lines(tmp_path / "beside" / "gsm8k-greedy.jsonl")
+    assert lines == read_lines(tmp_path / "alone" / "gsm8k.jsonl")
+    rows = [results["agents"]["model"]["benchmarks"]["gsm8k"] for results in (alone, beside)]
+    assert rows[0]["figures"]["avg@1"] == rows[1]["figures"]["avg@1"]
+    assert [row["completions"] for row in rows] == [6, 18]
+    (tmp_path / "beside" / "gsm8k-greedy.jsonl").unlink()
+    assert evaluate(data, tmp_path / "beside", k=2) == beside
+    assert read_lines(tmp_path / "beside" / "gsm8k-greedy.jsonl") == lines
 
 
 def test_the_usual_number_of_completions_is_that_of_the_paper(data: Path, tmp_path: Path) -> None:
     benchmarks = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], limit=1)["agents"]["model"][
         "benchmarks"
     ]
-    assert {name: row["completions"] for name, row in benchmarks.items()} == {"gsm8k": 1, "aime25": 30}
+    assert {name: row["completions"] for name, row in benchmarks.items()} == {"gsm8k": 1, "aime25": 31}
     assert {name: row["settings"]["temperature"] for name, row in benchmarks.items()} == {"gsm8k": 0, "aime25": 1}
 
 
@@ -176,7 +190,7 @@ def test_kill_9_and_the_same_command_again(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     after = read_lines(killed / "gsm8k.jsonl")
     assert {(line["prompt_id"], line["index"]) for line in before} <= {(x["prompt_id"], x["index"]) for x in after}
-    for name in ("gsm8k.jsonl", "eval.json"):
+    for name in ("gsm8k.jsonl", "gsm8k-greedy.jsonl", "eval.json"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 

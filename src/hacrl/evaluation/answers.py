@@ -28,6 +28,7 @@ class Sampler:
 
     def __init__(self, config: AgentConfig, seed: int) -> None:
         self.config, self.seed = config, seed
+        self._checked: set[str] = set()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -65,9 +66,16 @@ class Sampler:
     def positions(self) -> float:
         return positions_of(load_model_config(self.config)) or math.inf
 
-    def check_room(self, benchmark: str, lengths: Sequence[int]) -> None:
-        """UserError if no problem fits into the model; a warning if some do not, or leave too little for an answer."""
-        wanted, model, positions = self.config.max_completion_length, self.config.model, self.positions
+    def check(self, benchmark: str, prompts: Sequence[Sequence[int]]) -> None:
+        """Once for each benchmark: UserError if no problem fits into the model; warnings if some do not, leave too
+        little for an answer, or have characters that it does not know."""
+        if benchmark in self._checked:
+            return
+        self._checked.add(benchmark)
+        unknown, model, positions = self.tokenizer.unk_token_id, self.config.model, self.positions
+        if unknown is not None and any(unknown in prompt for prompt in prompts):
+            warn(f"{benchmark}: prompts have characters that the tokenizer of {model} does not know.")
+        lengths, wanted = [len(prompt) for prompt in prompts], self.config.max_completion_length
         too_long = sum(length >= positions for length in lengths)
         if too_long == len(lengths):
             raise UserError(

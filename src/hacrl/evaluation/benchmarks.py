@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,14 @@ def evaluate_benchmarks(target: str, options: Options, console: Console) -> tupl
             for job in own:
                 path = folder.completions(job, alone=len(agents) == 1 and agent.id == "model")
                 lines = _complete(job, path, folder, sampler, judge, progress)
-                values[job.set.name] = _values(job, lines)
-                folder.add(job, _result(job, lines, values[job.set.name]))
+                found = _values(job, lines)
+                if job.greedy:
+                    beside = path.with_name(f"{path.stem}-greedy.jsonl")
+                    answers = _complete(job.greedy, beside, folder, sampler, judge, progress)
+                    found = _values(job.greedy, answers) | found
+                    lines += answers
+                values[job.set.name] = found
+                folder.add(job, _result(job, lines, found))
                 if not console.is_terminal:
                     console.print(f"{agent.id}: {job.set.name} done", highlight=False, markup=False, emoji=False)
             folder.set_mean(agent.id, [job.set.name for job in own], _means(own, values))
@@ -136,6 +142,9 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
 class Job:
     """One agent and one benchmark."""
 
+    greedy: "Job | None" = None
+    """Beside several completions, the one answer that avg@1 counts."""
+
     def __init__(self, agent: AgentConfig, problem_set: ProblemSet, options: Options, seed: int) -> None:
         self.agent, self.set, self.seed = agent, problem_set, seed
         self.k = problem_set.benchmark.samples if options.k is None else options.k
@@ -143,6 +152,8 @@ class Job:
         self.temperature = usual if options.temperature is None else options.temperature
         if self.k > 1 and self.temperature == 0:
             raise UserError(f"--temperature 0 would give {self.k} times the same completion: use --k 1.")
+        if self.k > 1:
+            self.greedy = Job(agent, problem_set, replace(options, k=1, temperature=0.0), seed)
 
     @cached_property
     def agent_settings(self) -> dict[str, Any]:
@@ -311,10 +322,7 @@ def _sample(
     task: TaskID,
 ) -> dict[tuple[str, int], Line]:
     ids = {problem.id: sampler.prompt_ids(problem) for problem in job.set.problems}
-    unknown = sampler.tokenizer.unk_token_id
-    if unknown is not None and any(unknown in prompt for prompt in ids.values()):
-        warn(f"{job.set.name}: prompts have characters that the tokenizer of {job.agent.model} does not know.")
-    sampler.check_room(job.set.name, [len(prompt) for prompt in ids.values()])
+    sampler.check(job.set.name, list(ids.values()))
     # Longest first: memory that suffices for the first batch suffices for all.
     problems = sorted(job.set.problems, key=lambda problem: -len(ids[problem.id]))
     fitting = [problem for problem in problems if len(ids[problem.id]) < sampler.positions]
@@ -420,13 +428,15 @@ def _result(job: Job, lines: Sequence[Line], values: dict[str, Array]) -> dict[s
 
 
 def _means(jobs: Sequence[Job], values: dict[str, dict[str, Array]]) -> dict[str, Figure]:
-    """Over benchmarks, each with the same weight: avg@k of all; and as in the paper's tables, AIME by best@k."""
+    """Over benchmarks, each with the same weight: avg@1, avg@k; and avg@1 with AIME by best@k, as the paper has it."""
+    single = [values[job.set.name]["avg@1"] for job in jobs]
     average = [values[job.set.name][f"avg@{job.k}"] for job in jobs]
     table = [
         values[job.set.name][f"best@{job.k}"] if job.set.benchmark.samples > 1 and job.k > 1 else own
-        for job, own in zip(jobs, average, strict=True)
+        for job, own in zip(jobs, single, strict=True)
     ]
-    return {"avg": _figure(*mean_over_sets(average)), "paper": _figure(*mean_over_sets(table))}
+    sets = {"avg@1": single, "avg": average, "paper": table}
+    return {name: _figure(*mean_over_sets(own)) for name, own in sets.items()}
 
 
 def _figure(value: float, low: float, high: float) -> Figure:
