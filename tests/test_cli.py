@@ -185,6 +185,7 @@ def test_watch_and_rollouts_as_json(hacrl: Run) -> None:
 
 def test_eval_of_a_model(hacrl: Run) -> None:
     result = hacrl("eval", "zoo:llama-weak", "--config", "tiny.yaml")
+    assert "Held-out accuracy of zoo:llama-weak on arithmetic" in result.out
     assert (result.code, result.err) == (0, "")
     assert "zoo:llama-weak" in result.out
     assert " 4 " in result.out
@@ -206,6 +207,7 @@ def test_dry_run(hacrl: Run) -> None:
     assert [tuple(row) for row in rows[2:]] == seconds
     assert "memory (GiB, estimate)" in table
     assert "1 steps of 2 prompts: 16 rollouts in all." in table
+    assert "looked at when the run starts" in table
     assert contents() == before
 
 

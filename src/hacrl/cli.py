@@ -228,9 +228,11 @@ def evaluate(
     for name, value in {"--data": data, **of_models}.items():
         if value is not None and value != []:
             raise UserError(f"{name} needs --benchmarks: the held-out problems are answered as in training.")
-    from hacrl.evaluation.heldout import evaluate_target
+    from hacrl.evaluation.heldout import agents_of, evaluate_target
+    from hacrl.study.report.collect import describe_task
 
-    table = Table(title=Text(f"Held-out accuracy of {target}"), title_justify="left")
+    task = describe_task(agents_of(target, config or "demo", checkpoint)[0].task.model_dump())
+    table = Table(title=Text(f"Held-out accuracy of {target} on {task}"), title_justify="left")
     for name in ("agent", "model", "accuracy", "95 % interval", "problems", "unverified"):
         table.add_column(name, justify="left" if name in ("agent", "model") else "right", overflow="fold")
     for row in evaluate_target(target, config or "demo", checkpoint, problems, output):
@@ -326,8 +328,8 @@ def print_models() -> None:
     from hacrl.agents.zoo.catalog import catalog
     from hacrl.yaml_settings import PRESETS, preset_names, read_source
 
-    table = Table(title="The zoo: tiny models for experiments on a laptop", title_justify="left")
-    for name in ("model", "architecture", "tokenizer", "parameters", "accuracy, sampled", "greedy"):
+    table = Table(title="The zoo: tiny models for experiments on a laptop; validation accuracy", title_justify="left")
+    for name in ("model", "architecture", "tokenizer", "parameters", "sampled", "greedy"):
         left = name in ("model", "architecture", "tokenizer")
         table.add_column(name, justify="left" if left else "right", no_wrap=name == "model")
     for row in catalog():
@@ -375,7 +377,8 @@ def print_plan(config: RunConfig) -> None:
         f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
         f"{config.max_steps * config.rollouts_per_step:,} rollouts in all.\n"
         f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
-        "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
+        "its full length and no work can be saved; verification, evaluation and checkpoints come on top.\n"
+        "The settings are valid. Data, rewards, lengths of prompts and devices are looked at when the run starts."
     )
 
 
@@ -410,7 +413,11 @@ def print_benchmarks(results: dict[str, Any], folder: Path, names: list[str]) ->
             table.add_row(Text(name), f"{row['settings']['problems']:,}", "avg@1", *cells(figures["avg@1"]))
             for kind in ("avg", "maj", "best") if k > 1 else ():
                 table.add_row("", "", f"{kind}@{k}", *cells(figures[f"{kind}@{k}"]))
-            for count, what in ((row["unverified"], "have no verdict"), (row["cut_off"], "were cut off")):
+            for count, what in (
+                (row["unverified"], "have no verdict"),
+                (row["cut_off"], "were cut off"),
+                (row["no_room"], "are wrong because the prompt does not fit into the model"),
+            ):
                 if count:
                     remarks.append(f"{name}: {count:,} of {row['completions']:,} completions {what}.")
         if len(names) > 1:

@@ -295,7 +295,8 @@ def test_a_problem_that_does_not_fit_is_wrong_and_shortens_no_other_answer(
     assert "1 prompts leave less than 40 tokens" in caplog.text
     lines = {line["prompt"]: line for line in read_lines(tmp_path / "out" / "gsm8k.jsonl")}
     short, longest, long = (lines[question] for question in sums)
-    assert (longest["reward"], longest["num_tokens"], longest["finish_reason"]) == (0.0, 0, "length")
+    assert (longest["reward"], longest["num_tokens"], longest["finish_reason"]) == (0.0, 0, "no_room")
+    assert (row["no_room"], row["cut_off"]) == (1, sum(line["finish_reason"] == "length" for line in lines.values()))
     assert long["num_tokens"] <= 256 - 243
     assert (short["finish_reason"], row["completions"], row["figures"]["avg@1"]["problems"]) == ("stop", 3, 3)
     alone = {"question": "3+4+5=", "answer": "#### 12"}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hacrl.study import results
 from hacrl.study.grid import Study, StudyConfig
-from hacrl.study.results import collect, print_plan, print_results, read_gpu_seconds, write_results
+from hacrl.study.results import collect, comparison, print_plan, print_results, read_gpu_seconds, write_results
 
 FINAL = {
     # Seed by seed: agents a and b.
@@ -61,6 +61,11 @@ def summary(variant: str, seed: int) -> dict[str, Any]:
 def row(rows: list[dict[str, Any]], **fields: str) -> dict[str, Any]:
     (found,) = [row for row in rows if all(row[name] == value for name, value in fields.items())]
     return found
+
+
+def test_rounding_is_no_win(tmp_path: Path) -> None:
+    found = comparison(make(tmp_path), [0.1 + 0.2 - 0.3, 0.3 - 0.2 - 0.1, 0.01])
+    assert (found["wins"], found["losses"], found["p"]) == (1, 0, 1.0)
 
 
 def test_numbers_by_hand(tmp_path: Path) -> None:

@@ -78,7 +78,10 @@ def looks_positions_up(model: Any, positions: int) -> bool:
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
     source = source_of(config)
     own = not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file()
-    return _open(AutoTokenizer, config, source if own else base_model(source))
+    tokenizer: PreTrainedTokenizerBase = _open(AutoTokenizer, config, source if own else base_model(source))
+    # Lengths are checked against the model's positions; what the tokenizer says of them may be anything.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def source_of(config: AgentConfig) -> str:

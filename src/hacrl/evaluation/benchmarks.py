@@ -364,13 +364,15 @@ def _sample(
     return lines
 
 
+NO_ROOM = "no_room"
+"""Why there is no answer to a problem that does not fit into the model."""
 WRONG: Line = {"reward": 0.0, "problem": None, "detail": ""}
 
 
 def _line(
-    problem: Problem, index: int, text: str = "", finish_reason: str = "length", tokens: int = 0, verdict: Line = WRONG
+    problem: Problem, index: int, text: str = "", finish_reason: str = NO_ROOM, tokens: int = 0, verdict: Line = WRONG
 ) -> Line:
-    """A completion as it is written down; without more, that of a problem which does not fit into the model."""
+    """A completion as it is written down; without more, that of a problem for which there is no room in the model."""
     return {
         "prompt_id": problem.id,
         "index": index,
@@ -422,6 +424,7 @@ def _result(job: Job, lines: Sequence[Line], values: dict[str, Array]) -> dict[s
         "completions": len(lines),
         "unverified": sum(line["reward"] is None for line in lines),
         "cut_off": sum(line["finish_reason"] == "length" for line in lines),
+        "no_room": sum(line["finish_reason"] == NO_ROOM for line in lines),
         "mean_tokens": sum(line["num_tokens"] for line in lines) / len(lines),
         "figures": figures,
     }

@@ -216,6 +216,7 @@ def compare_values(
 
 def comparison(study: Study, differences: list[float]) -> dict[str, Any]:
     """Of paired differences, one for each seed."""
+    differences = [round(difference, 12) for difference in differences]  # equal means may differ by rounding
     count = len(differences)
     low, high = interval(study, differences)
     notes = {
