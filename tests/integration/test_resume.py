@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,21 @@ def test_a_longer_run_continues_a_finished_one(make_config: MakeConfig, tmp_path
     longer = [{k: v for k, v in line.items() if "eval" not in k} for line in without_times(reference)]
     assert shorter == longer
     assert RunDir(run_dir).config().max_steps == 3
+
+
+def test_an_interrupted_run_can_end_at_the_step_it_came_to_but_not_before(make_config: MakeConfig) -> None:
+    reference = train(make_config(max_steps=2, save_every=1))
+    run = RunDir(train(make_config(max_steps=3, save_every=1, output_dir=f"{reference.run_dir}-cut")).run_dir)
+    run.summary_file.unlink()
+    shutil.rmtree(run.path / "checkpoint-3")
+    with pytest.raises(UserError, match=r"has done 2 steps; max_steps=1 is fewer\. Give 2 or more\."):
+        train(resumed_config(run.path, ["max_steps=1"]), resume=True)
+    result = train(resumed_config(run.path, ["max_steps=2"]), resume=True)
+    assert without_times(run.path) == without_times(reference.run_dir)
+    for agent, expected in reference.summary["agents"].items():
+        assert result.summary["agents"][agent]["final_accuracy"] == expected["final_accuracy"]
+    assert result.summary["best_step"] == 2
+    assert train(RunDir.open(run.path).config(), resume=True).already_finished
 
 
 def test_a_run_that_met_a_long_question_continues_with_more_room(make_config: MakeConfig, tmp_path: Path) -> None:

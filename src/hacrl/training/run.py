@@ -99,12 +99,17 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
     if resume:
         run = RunDir.open(config.output_dir)
         check_same_run(config, run.config())
-        summary = run.summary()
+        summary, checkpoints = run.summary(), complete_checkpoints(run.path)
         if summary is not None and summary["steps"] >= config.max_steps:
             return RunResult(run.path, summary, already_finished=True)
-        if summary is not None and not complete_checkpoints(run.path):
+        if summary is not None and not checkpoints:
             raise UserError(
                 f"{run.path} is finished and has no checkpoint to go on from (save_final). Start a new run."
+            )
+        done = step_of(checkpoints[-1]) if checkpoints else 0
+        if done > config.max_steps:
+            raise UserError(
+                f"{run.path} has done {done} steps; max_steps={config.max_steps} is fewer. Give {done} or more."
             )
     else:
         RunDir.check_free(config.output_dir)

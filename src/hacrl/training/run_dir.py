@@ -121,6 +121,11 @@ class RunDir:
         with self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
 
+    def amend_metrics(self, more: dict[str, Any]) -> None:
+        """Add to the last line."""
+        *lines, last = self.metrics()
+        write_atomically(self.metrics_file, "".join(to_json(line) + "\n" for line in [*lines, last | more]))
+
     def write_step(self, kind: str, step: int, lines: Iterable[dict[str, Any]]) -> None:
         path = self.step_file(kind, step)
         path.parent.mkdir(exist_ok=True)
