@@ -131,6 +131,20 @@ def test_verifier_timeouts_and_errors_are_counted_apart_and_never_0(make_config:
             assert {line["problem"] for line in lines} == {problem}
 
 
+def test_a_start_that_fails_leaves_nothing_of_its_own(make_config: MakeConfig, tmp_path: Path) -> None:
+    """In the first evaluation; the function's own notes stay."""
+    folder = tmp_path / "run"
+    for note in ("pass", f"(Path({str(folder)!r}) / 'note.txt').write_text('mine')"):
+        task = write_task(tmp_path, note, "raise RuntimeError('sandbox down')")
+        task["eval"] = task["train"]
+        with pytest.raises(UserError, match=r"sandbox down \(.*rewards.py:\d+\)\.$"):
+            train(make_config(task=task, max_steps=1, report_to=["tensorboard"]))
+        assert [path.name for path in tmp_path.glob("run/*")] == ([] if note == "pass" else ["note.txt"])
+        assert folder.exists() == (note != "pass")
+    (folder / "note.txt").unlink()
+    train(make_config(task=write_task(tmp_path, "return [1.0] * len(prompts)"), max_steps=1))
+
+
 def test_an_update_that_is_not_finite_is_left_out_and_training_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
     task = write_task(tmp_path, "return [(1.0 if call else 1e308) * (i % 2) for i in range(len(completions))]")
     config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task, max_steps=2, save_every=1)

@@ -287,7 +287,7 @@ def test_a_tracker_that_does_not_start_ends_the_run_in_one_sentence(
     config = make_config(**SMALL, max_steps=1, report_to=["tensorboard"])
     with pytest.raises(UserError, match=r"did not start: PermissionError: no key. Go on .* 'report_to=\[\]'"):
         train(config)
-    assert run_of(resumed_config(config.output_dir, ["report_to=[]"]), resume=True).summary() is not None
+    assert run_of(make_config(**SMALL, max_steps=1)).summary() is not None
 
 
 def test_flat_summary() -> None:

@@ -136,9 +136,16 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
                 trainer.resume()
                 run.write_config(config)
                 progress.recall(run.metrics())
-            with Trackers(config, run) as trackers:
-                audience.watchers.append(trackers)
-                summary = trackers.summary = trainer.train()
+            try:
+                with Trackers(config, run) as trackers:
+                    audience.watchers.append(trackers)
+                    summary = trackers.summary = trainer.train()
+            except AgentLost:  # `train` goes on
+                raise
+            except Exception:
+                if not resume and not run.metrics():  # nothing worth keeping
+                    run.remove_start()
+                raise
     return RunResult(run.path, summary)
 
 

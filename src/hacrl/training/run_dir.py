@@ -5,9 +5,10 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,8 @@ STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.made_folder = False
+        """By `create`: it was not there before."""
 
     @staticmethod
     def check_free(path: str | Path) -> None:
@@ -40,9 +43,20 @@ class RunDir:
     def create(cls, config: RunConfig) -> "RunDir":
         cls.check_free(config.output_dir)
         run = cls(config.output_dir)
+        run.made_folder = not run.path.exists()
         run.path.mkdir(parents=True, exist_ok=True)
         run.write_config(config)
         return run
+
+    def remove_start(self) -> None:
+        """What a run makes before its first line of metrics, and nothing else that lies there."""
+        for name in ("config.yaml", "trackers.json", "progress.json", ".lock"):
+            (self.path / name).unlink(missing_ok=True)
+        for name in ("tensorboard", "wandb"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        if self.made_folder:
+            with suppress(OSError):  # somebody else's files are in it
+                self.path.rmdir()
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDir":

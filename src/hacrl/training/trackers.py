@@ -162,7 +162,7 @@ class Trackers:
                 self.trackers[tracker] = TRACKERS[tracker](config, run.path, name, first if known else None)
             except Exception as error:
                 self.__exit__(None, None, None)
-                advice = f"Go on without it: `hacrl train {run.path} --resume 'report_to=[]'`."
+                advice = "Go on without it: add 'report_to=[]' to the command."
                 raise UserError(f"report_to: {tracker} did not start: {one_line(error)}. {advice}") from None
             if self.trackers[tracker].needs_history:
                 for line in logged:
