@@ -145,6 +145,27 @@ def test_a_start_that_fails_leaves_nothing_of_its_own(make_config: MakeConfig, t
     train(make_config(task=write_task(tmp_path, "return [1.0] * len(prompts)"), max_steps=1))
 
 
+def test_a_run_that_ends_early_says_at_which_step_and_how_it_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The function is called once in each step, and fails in the first, in the third and never again."""
+    body = (
+        "if call in (0, 3):",
+        "    raise RuntimeError('sandbox down')",
+        "return [i % 2 for i in range(len(prompts))]",
+    )
+    settings: dict[str, Any] = {"algorithm": {"name": "gspo"}, "task": write_task(tmp_path, *body), "save_every": 2}
+    config, folder = make_config("llama-plus", **settings, max_steps=3), tmp_path / "run"
+    again = re.escape(f"`hacrl train {folder} --resume` continues it from")
+    with pytest.raises(UserError, match=rf"\d\)\. The run ended at step 1; {again} the beginning, for there is no"):
+        train(config)
+    console = Console(file=StringIO())
+    with pytest.raises(UserError, match=rf"\d\)\. The run ended at step 3; {again} checkpoint-2\.$"):
+        train(config, resume=True, console=console)
+    assert f"note {folder} has no checkpoint yet: it starts from the beginning.\n" in console.file.getvalue()
+    console = Console(file=StringIO())
+    assert train(config, resume=True, console=console).summary["steps"] == 3
+    assert "no checkpoint yet" not in console.file.getvalue()
+
+
 def test_an_update_that_is_not_finite_is_left_out_and_training_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
     task = write_task(tmp_path, "return [(1.0 if call else 1e308) * (i % 2) for i in range(len(completions))]")
     config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task, max_steps=2, save_every=1)

@@ -108,7 +108,7 @@ class Agent:
             what_to_do = "Raise it or remove the problem."
             if begun:
                 what_to_do = (
-                    f"Continue the run with --resume agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
+                    f"Continue the run with agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
                     "max_prompt_length alone is that of all agents without their own."
                 )
             raise UserError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from hacrl.agents.loading import resolve_model
 from hacrl.config import RunConfig, Settings, without_shared_settings
@@ -87,6 +88,12 @@ def _goes_back(run: RunDir) -> str:
     return f"all agents go back to {where}; {again} finished steps are done again, besides the one that was going on"
 
 
+def _goes_on(run: RunDir, step: int) -> str:
+    checkpoints = complete_checkpoints(run.path)
+    where = checkpoints[-1].name if checkpoints else "the beginning, for there is no checkpoint yet"
+    return f"The run ended at step {step}; `hacrl train {run.path} --resume` continues it from {where}."
+
+
 def make_executor(config: RunConfig, on_agent: Callable[[str, bool], None]) -> Executor:
     if config.execution == "local":
         return LocalExecutor(config, on_agent)
@@ -134,6 +141,9 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         with run.locked(), progress.published(run.progress_file):
             if resume:
                 trainer.resume()
+                if not trainer.step:
+                    remark = f"{run.path} has no checkpoint yet: it starts from the beginning."
+                    console.print(Text.assemble(("note ", "yellow"), remark), soft_wrap=True)
                 run.write_config(config)
                 progress.recall(run.metrics())
             try:
@@ -142,9 +152,11 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
                     summary = trackers.summary = trainer.train()
             except AgentLost:  # `train` goes on
                 raise
-            except Exception:
+            except Exception as error:
                 if not resume and not run.metrics():  # nothing worth keeping
                     run.remove_start()
+                elif isinstance(error, UserError):
+                    raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
                 raise
     return RunResult(run.path, summary)
 

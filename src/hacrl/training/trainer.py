@@ -290,7 +290,7 @@ class Trainer:
         try:
             return self.algorithm.performance(torch.tensor(rewards, dtype=torch.float64))
         except ValueError as error:
-            raise UserError(f"Step {self.step}: {error}.") from None
+            raise UserError(f"task.reward: {error}.") from None
 
     def _lesson(
         self, agent: AgentConfig, k: int, problems: list[Problem], used: list[Rollout], omega_KK: torch.Tensor
@@ -322,7 +322,7 @@ class Trainer:
         details = [r.verdict["detail"] for own in rollouts for r in own if r.verdict.get("detail")]
         first = f" The first problem: {details[0]}." if details else ""
         return (
-            f"Step {self.step}: the verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is "
+            f"The verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is "
             f"nothing to learn from.{first} Check task.reward on one of the lines of {self.run.path / 'rollouts'}."
         )
 
