@@ -520,7 +520,7 @@ BAD_INPUT: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (model_with_damaged_weights, ["agents.a.model", "./model could not be loaded", "not fully covered"]),
     (model_with_too_few_weights, ["agents.a.model", "./model could not be loaded", "lack", "model.layers.3."]),
     (model_without_end_of_turn, ["agents.b", "no end-of-turn token", "eos_token", "tokenizer_config.json"]),
-    (long_prompt, ["train-long", "83 tokens", "agent a", "max_prompt_length (32)", "Raise it or remove"]),
+    (long_prompt, ["train-long", "83 tokens", "agent a", "max_prompt_length (32)", "set it to 83 or more"]),
     (long_heldout_prompt, ["eval-000000", "max_prompt_length (32)"]),
     (long_arithmetic_prompt, ["max_prompt_length (3)"]),
     (missing_data, ["no data set train.jsonl", "did you mean trian.jsonl?"]),

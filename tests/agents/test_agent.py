@@ -19,6 +19,7 @@ from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.tasks.arithmetic import ArithmeticTask
+from hacrl.tasks.problem import Problem
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run import train
 from hacrl.training.schedule import learning_rate
@@ -111,6 +112,35 @@ def test_more_positions_than_a_model_was_made_for_are_a_warning(
     make_agent(folder, max_prompt_length=32, max_completion_length=33).check_prompts([])
     (record,) = caplog.records
     assert re.search(f"Agent a: {TOO_LONG}. It was not made for longer texts", record.getMessage())
+
+
+# --- prompts -------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_are_too_long_are_refused_with_the_length_of_the_longest(model_dir: Path) -> None:
+    problems = [Problem(f"p{n}", "1" * n, "1") for n in (3, 8, 20, 9)]
+    agent = make_agent(model_dir, max_prompt_length=7)
+    told = (
+        r"The prompt of p20 has (\d+) tokens for agent a, more than max_prompt_length \(7\)\. .* set it to \1 or more"
+    )
+    with pytest.raises(UserError, match=told):
+        agent.check_prompts(problems)
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_a_warning(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = make_agent(model_dir, max_prompt_length=32, max_completion_length=40)
+    agent.check_prompts([Problem("known", "1+2=", "3")])
+    assert not caplog.records
+    agent.check_prompts([Problem("known", "1+2=", "3"), Problem("unknown", "1 apple", "1")])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "Agent a: 1 of 2 prompts that were checked have characters that the tokenizer"
+    )
+    agent.tokenizer.unk_token = agent.tokenizer.bos_token  # which begins every prompt
+    agent.check_prompts([Problem("known", "1+2=", "3")])
+    assert len(caplog.records) == 1
 
 
 # --- special tokens ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hacrl.agents.loading import (
 from hacrl.agents.lora import Adapter, base_model, with_same_weights
 from hacrl.agents.master import MasterWeights, cast_parameters
 from hacrl.agents.policy import Policy
-from hacrl.agents.prompts import render
+from hacrl.agents.prompts import has_unknown, render
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
@@ -101,26 +101,41 @@ class Agent:
     def render(self, prompt: Prompt) -> list[int]:
         return render(self.tokenizer, self.config, prompt)
 
-    def prompt_ids(self, problem: Problem, begun: bool = True) -> list[int]:
-        """`begun`: the run has, so the problem was made later than what is checked beforehand."""
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """UserError if it is too long: a problem that was made later than those that are checked beforehand."""
         ids = self.render(problem.prompt)
         if len(ids) > self.config.max_prompt_length:
-            what_to_do = "Raise it or remove the problem."
-            if begun:
-                what_to_do = (
-                    f"Continue the run with agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
-                    "max_prompt_length alone is that of all agents without their own."
-                )
-            raise UserError(
-                f"The prompt of {problem.id} has {len(ids)} tokens for agent {self.config.id}, more than "
-                f"max_prompt_length ({self.config.max_prompt_length}). {what_to_do}"
+            raise self._too_long(
+                problem.id,
+                len(ids),
+                f"Continue the run with agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
+                "max_prompt_length alone is that of all agents without their own.",
             )
         return ids
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
+        """UserError if some are too long; a warning if the tokenizer does not know some of their characters."""
         self._check_positions()
+        longest, longest_id, unknown = 0, "", 0
         for problem in problems:
-            self.prompt_ids(problem, begun=False)
+            ids = self.render(problem.prompt)
+            unknown += has_unknown(self.tokenizer, ids)
+            if len(ids) > longest:
+                longest, longest_id = len(ids), problem.id
+        if longest > self.config.max_prompt_length:
+            advice = f"None that was checked has more: set it to {longest} or more, or keep longer problems out."
+            raise self._too_long(longest_id, longest, advice)
+        if unknown:
+            warn(
+                f"Agent {self.config.id}: {unknown} of {len(problems)} prompts that were checked have characters that "
+                f"the tokenizer of {self.config.model} does not know."
+            )
+
+    def _too_long(self, problem_id: str, length: int, advice: str) -> UserError:
+        return UserError(
+            f"The prompt of {problem_id} has {length} tokens for agent {self.config.id}, more than max_prompt_length "
+            f"({self.config.max_prompt_length}). {advice}"
+        )
 
     @property
     def positions(self) -> int | None:

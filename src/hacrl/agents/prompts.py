@@ -1,5 +1,7 @@
 """A prompt as one model's tokens."""
 
+from collections.abc import Sequence
+
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -31,3 +33,10 @@ def render(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, prompt: Prom
             f"agents.{config.id}: the chat template of {config.model} refuses a prompt: {error}."
         ) from error
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def has_unknown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Whether a prompt has characters that the tokenizer cannot spell."""
+    unknown = tokenizer.unk_token_id
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return unknown is not None and unknown not in others and unknown in ids  # GPT-2's is its end of text

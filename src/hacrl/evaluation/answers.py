@@ -9,7 +9,7 @@ from typing import Any
 from hacrl.agents.loading import end_of_turn_ids, load_model, load_model_config, load_tokenizer, positions_of
 from hacrl.agents.master import cast_parameters
 from hacrl.agents.policy import Policy
-from hacrl.agents.prompts import render
+from hacrl.agents.prompts import has_unknown, render
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, warn
 from hacrl.rollouts.engine import Engine
@@ -72,8 +72,8 @@ class Sampler:
         if benchmark in self._checked:
             return
         self._checked.add(benchmark)
-        unknown, model, positions = self.tokenizer.unk_token_id, self.config.model, self.positions
-        if unknown is not None and any(unknown in prompt for prompt in prompts):
+        model, positions = self.config.model, self.positions
+        if any(has_unknown(self.tokenizer, prompt) for prompt in prompts):
             warn(f"{benchmark}: prompts have characters that the tokenizer of {model} does not know.")
         lengths, wanted = [len(prompt) for prompt in prompts], self.config.max_completion_length
         too_long = sum(length >= positions for length in lengths)

@@ -297,9 +297,8 @@ class RayExecutor:
             peaks = [reply.peak_memory for reply in parts if reply.peak_memory is not None]
             if peaks:
                 self.peak_memory[k] = max(self.peak_memory[k] or 0.0, sum(peaks))
-            for reply in parts:
-                for message in reply.warnings:
-                    warn(message)
+            for message in dict.fromkeys(message for reply in parts for message in reply.warnings):
+                warn(message)
             answers.append(joined(name, [reply.value for reply in parts]))
         return answers
 
