@@ -116,10 +116,11 @@ class Agent:
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         """UserError if some are too long; a warning if the tokenizer does not know some of their characters."""
         self._check_positions()
-        longest, longest_id, unknown = 0, "", 0
+        longest, longest_id, unknown = 0, "", ""
         for problem in problems:
             ids = self.render(problem.prompt)
-            unknown += has_unknown(self.tokenizer, ids)
+            if not unknown and has_unknown(self.tokenizer, ids):
+                unknown = problem.id
             if len(ids) > longest:
                 longest, longest_id = len(ids), problem.id
         if longest > self.config.max_prompt_length:
@@ -127,8 +128,8 @@ class Agent:
             raise self._too_long(longest_id, longest, advice)
         if unknown:
             warn(
-                f"Agent {self.config.id}: {unknown} of {len(problems)} prompts that were checked have characters that "
-                f"the tokenizer of {self.config.model} does not know."
+                f"Agent {self.config.id}: prompts have characters that the tokenizer of {self.config.model} does not "
+                f"know. The first is that of {unknown}."
             )
 
     def _too_long(self, problem_id: str, length: int, advice: str) -> UserError:
