@@ -137,7 +137,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"trace": "perhaps"}, ["trace", "boolean", "'perhaps'"]),
     ({"output_dir": 3}, ["output_dir", "string", "got 3"]),
     ({"algorithm": "gspo"}, ["algorithm", "section with a name", "'gspo'"]),
-    ({"algorithm": {"alpha": 1}}, ["algorithm: name is missing", "hacpo"]),
+    ({"algorithm": {"alpha": 1}}, ["algorithm: hacpo_robust has no option 'alpha' (set to 1)"]),
+    ({"algorithm": {"name": None}}, ["algorithm: name: None is no algorithm", "hacpo"]),
     ({"algorithm": {"name": ["hacpo"]}}, ["algorithm: name", "['hacpo']"]),
     ({"algorithm": {"name": "hacpo", "alpha": "big"}}, ["algorithm: alpha", "'big'"]),
     ({"algorithm": {"name": "hacpo", "alpha": True}}, ["alpha is a number, not true"]),
@@ -413,6 +414,10 @@ def test_the_same_name_again_changes_nothing() -> None:
     preset = RunConfig.load("paper-qwen3-4b-8b")
     assert RunConfig.load("paper-qwen3-4b-8b", ["algorithm.name=hacpo"]) == preset
     assert RunConfig.load("paper-qwen3-4b-8b", ["algorithm.name=gspo", "algorithm.name=hacpo"]) == preset
+
+
+def test_options_without_a_name_are_the_usual_algorithms() -> None:
+    assert load({"algorithm": {}}, "algorithm.beta=0.04").algorithm == RobustHACPO(beta=0.04)
 
 
 def test_another_algorithm_for_a_section_that_is_only_a_name() -> None:

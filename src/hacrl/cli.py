@@ -30,7 +30,7 @@ NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDI
 
 Source = Annotated[str, typer.Argument(metavar="PRESET_OR_YAML", help="A preset, a YAML file, or a run to resume.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example algorithm.alpha=3 seed=1.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example max_steps=20 seed=1.")
 ]
 
 

@@ -507,14 +507,12 @@ def without_shared_settings(data: dict[str, Any], settings: type[Strict]) -> dic
 
 
 def parse_algorithm(value: Any) -> Algorithm:
-    """An algorithm from its section of the config: `name` chooses, the rest are its options."""
+    """An algorithm from its section of the config: `name` chooses, the rest are its options or the usual one's."""
     if isinstance(value, Algorithm):
         return value
     if not isinstance(value, dict):
         raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
-    name = value.get("name")
-    if name is None:
-        raise ValueError(f"name is missing; choose from {', '.join(ALGORITHMS)}")
+    name = value.get("name", RobustHACPO.name)
     if not isinstance(name, str) or name not in ALGORITHMS:
         raise ValueError(f"name: {name!r} is no algorithm{nearest(str(name), ALGORITHMS)}")
     check_options(value, ALGORITHMS[name], name)

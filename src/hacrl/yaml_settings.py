@@ -42,7 +42,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise UserError(f"{override!r} is not of the form key=value, for example algorithm.alpha=3.")
+            raise UserError(f"{override!r} is not of the form key=value, for example max_steps=20.")
         try:
             pairs.append((key.split("."), yaml.safe_load(text)))
         except (yaml.YAMLError, ValueError) as error:
