@@ -558,6 +558,21 @@ def test_a_mistake_in_the_config_says_where(hacrl: Run) -> None:
     assert contents() == before
 
 
+def test_a_file_for_another_command(hacrl: Run) -> None:
+    models = [{"id": "a", "model": "zoo:llama-weak"}]
+    files = {
+        "train": {"agents": models, "task": {"name": "arithmetic"}},
+        "warmup": {"agents": models, "data": "rows.jsonl"},
+        "study": {"pairs": ["demo"], "algorithms": ["gspo"], "seeds": 2},
+    }
+    for right, content in files.items():
+        Path("some.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+        for wrong in files.keys() - {right}:
+            assert_refused(hacrl(wrong, "some.yaml"), "some.yaml looks like a ", f"use `hacrl {right} some.yaml`")
+    Path("some.yaml").write_text(yaml.safe_dump({"agents": [{**models[0], "data": "rows.jsonl"}]}), encoding="utf-8")
+    assert_refused(hacrl("train", "some.yaml"), "some.yaml looks like a warm-up: use `hacrl warmup some.yaml`")
+
+
 def test_a_missing_model_as_a_real_command() -> None:
     before = contents()
     result = finish(start("train", "tiny.yaml", "agents.b.model=models/missing"))

@@ -28,6 +28,7 @@ from hacrl.errors import UserError, nearest
 from hacrl.yaml_settings import apply_overrides, read_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
+STUDY_KEYS = {"algorithms", "pairs", "seeds", "baseline"}
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Positive = Annotated[int, Field(ge=1)]
@@ -471,7 +472,9 @@ class RunConfig(Settings):
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Self:
         """A preset's name or a YAML file, with `key=value` overrides; UserError if anything is wrong."""
         data, where = read_source(source)
-        return cls.from_dict(apply_overrides(data, list(overrides)), where)
+        data = apply_overrides(data, list(overrides))
+        check_command("train", data, where)
+        return cls.from_dict(data, where)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
@@ -483,6 +486,22 @@ class RunConfig(Settings):
         order = ["algorithm", "agents", "task"]
         data = {**{name: data[name] for name in order}, **data}
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def check_command(command: str, data: dict[str, Any], where: str) -> None:
+    """UserError if a file is for another command, by keys that only files of that kind have."""
+    agents = data.get("agents")
+    sections = [data, *agents] if isinstance(agents, list) else [data]
+    if "agents" not in data and STUDY_KEYS & data.keys():
+        kind, right = "a study", "study"
+    elif "agents" in data and any("data" in section for section in sections if isinstance(section, dict)):
+        kind, right = "a warm-up", "warmup"
+    elif {"agents", "task"} <= data.keys() <= RunConfig.model_fields.keys():
+        kind, right = "a run", "train"
+    else:
+        return
+    if right != command:
+        raise UserError(f"{where} looks like {kind}: use `hacrl {right} {where}`.")
 
 
 def share_settings(data: Any, settings: type[Strict]) -> Any:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import RunConfig, Strict, checked
+from hacrl.config import RunConfig, Strict, check_command, checked
 from hacrl.errors import UserError, nearest
 from hacrl.training.run_dir import RunDir
 from hacrl.yaml_settings import apply_overrides, preset_names, read_source
@@ -126,7 +126,9 @@ class StudyConfig(Strict):
         data, _ = read_source(path)
         if folder_of_study:
             data["output_dir"] = str(source)
-        return cls.from_dict(apply_overrides(data, overrides), str(source), path.parent)
+        data = apply_overrides(data, overrides)
+        check_command("study", data, str(source))
+        return cls.from_dict(data, str(source), path.parent)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "study", folder: Path | None = None) -> Self:

@@ -15,6 +15,7 @@ from hacrl.config import (
     Positive,
     Strict,
     TaskConfig,
+    check_command,
     checked,
     share_settings,
     without_shared_settings,
@@ -139,7 +140,9 @@ class WarmupConfig(WarmupSettings):
         if not Path(source).is_file():
             raise UserError(f"There is no file {source}. The YAML file of a warm-up is needed.")
         data, where = read_source(Path(source))
-        return cls.from_dict(apply_overrides(data, list(overrides)), where)
+        data = apply_overrides(data, list(overrides))
+        check_command("warmup", data, where)
+        return cls.from_dict(data, where)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
