@@ -685,6 +685,8 @@ def test_resume(hacrl: Run) -> None:
     assert_refused(hacrl("train", "run", "--resume", "algorithm.alpha=2"), "algorithm.alpha cannot be changed")
     assert_refused(hacrl("train", "run", "--resume", "max_steps=many"), "max_steps", "'many'")
     assert_refused(hacrl("train", "missing", "--resume"), "missing is not a run")
+    assert_refused(hacrl("train", "tiny.yaml", "--resume"), "by its folder: `hacrl train run --resume`")
+    assert_refused(hacrl("train", "demo", "output_dir=x", "--resume"), "by its folder: `hacrl train x --resume`")
     assert_refused(hacrl("train", "run"), "run is the folder of a run", "--resume")
     assert_refused(hacrl("train", "tiny.yaml"), "run already holds a run")
     assert contents() == before

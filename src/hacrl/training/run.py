@@ -21,7 +21,7 @@ from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
 from hacrl.training.trainer import Trainer, Watcher
-from hacrl.yaml_settings import apply_overrides, find_item
+from hacrl.yaml_settings import apply_overrides, find_item, preset_names, read_source
 
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
@@ -168,6 +168,10 @@ def check_same_run(config: RunConfig, saved: RunConfig) -> None:
 
 def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
     """The config of an interrupted run, with the few changes that leave it the same run."""
+    if Path(run_dir).is_file() or (run_dir in preset_names() and not Path(run_dir).is_dir()):
+        settings = apply_overrides(read_source(run_dir)[0], overrides)
+        folder = settings.get("output_dir", RunConfig.model_fields["output_dir"].default)
+        raise UserError(f"{run_dir} is not a run. A run is continued by its folder: `hacrl train {folder} --resume`.")
     whole = RunDir.open(run_dir).config().model_dump(mode="json")
     data = without_shared_settings(whole, Settings)
     for override in overrides:
