@@ -739,11 +739,8 @@ def test_eval_on_benchmarks(hacrl: Run) -> None:
     for option, value in (("--k", "2"), ("--limit", "5"), ("--seed", "1"), ("--output", "out")):
         refused = hacrl("eval", "--check-verifier", "--data", "data", option, value)
         assert_refused(refused, f"{option} has no meaning with --check-verifier")
-    for folder, file in (("warm", "warmup.yaml"), ("run", "config.yaml")):
-        Path(folder).mkdir()
-        Path(folder, file).touch()
+    write_run(["1"])
     benchmarks = ("--benchmarks", "GSM8K", "--data", "data")
-    assert_refused(hacrl("eval", "warm", *benchmarks), "Give one of its models: warm/checkpoint-STEP/agents/ID")
     assert_refused(hacrl("eval", "run", *benchmarks, "--config", "demo"), "--config is for a model, and run is a run")
     assert_refused(hacrl("eval", "run", "--config", "demo"), "--config is for a model, and run is a run")
 
@@ -755,13 +752,39 @@ def test_eval_of_what_is_not_there(hacrl: Run) -> None:
     write_config("own.yaml", task=OWN_DATA)
     before = contents()
     assert_refused(hacrl("eval", "zoo:llama-week"), "did you mean llama-weak?")
-    assert_refused(hacrl("eval", "./missing"), "there is no folder ./missing")
+    assert_refused(hacrl("eval", "./missing"), "There is no folder ./missing")
     assert_refused(hacrl("eval", "run"), "run has no checkpoint yet")
     assert_refused(hacrl("eval", "zoo:llama-weak", "--config", "dmeo"), "did you mean demo?")
     assert_refused(hacrl("eval", "zoo:llama-weak", "--config", "own.yaml"), "no held-out problems")
     assert_refused(hacrl("eval", "zoo:llama-weak", "--output", "answers.jsonl"), "answers.jsonl already exists")
     assert_refused(hacrl("eval", "zoo:llama-weak", "--output", "no/answers.jsonl"), "There is no folder no")
     assert contents() == before
+
+
+@pytest.mark.parametrize("options", [[], ["--benchmarks", "gsm8k"]])
+def test_eval_of_what_is_no_model(hacrl: Run, options: list[str]) -> None:
+    write_run(["1"])
+    for file in ("run/checkpoint-8/COMPLETE", "cold/warmup.yaml", "warm/warmup.yaml", "warm/checkpoint-10/COMPLETE"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    for file in ("new/study.yaml", "study/study.yaml", "study/runs/demo/gspo/seed-3/config.yaml"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    for target, fragment in {
+        "run/checkpoint-8": "a checkpoint of a run. Evaluate it with `hacrl eval run --checkpoint 8`",
+        "cold": "cold is a warm-up. Give one of its models: cold/checkpoint-STEP/agents/ID",
+        "warm": "warm is a warm-up. Give one of its models: warm/checkpoint-10/agents/ID",
+        "warm/checkpoint-10": "Give one of its models: warm/checkpoint-10/agents/ID",
+        "new": "new is a study. Give one of its runs, for example new/runs/PAIR/ALGORITHM/seed-N",
+        "study": "study is a study. Give one of its runs, for example study/runs/demo/gspo/seed-3",
+        "tiny.yaml": "tiny.yaml is a file. Give the folder of a run, or a model",
+        "runs/nope": "There is no folder runs/nope. Give the folder of a run or of a model",
+        "warm/nope": "There is no folder warm/nope",
+        "/nope/nope": "There is no folder /nope/nope",
+        "a/b/c": "there is no folder a/b/c",
+    }.items():
+        assert_refused(hacrl("eval", target, *options), fragment)
+    assert_refused(hacrl("eval", "zoo:llama-weak", "--checkpoint", "3", *options), "--checkpoint is for a run")
 
 
 def test_eval_of_a_checkpoint_that_is_not_there(hacrl: Run) -> None:

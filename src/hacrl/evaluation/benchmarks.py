@@ -23,7 +23,7 @@ from hacrl.config import AgentConfig, RunConfig, checked
 from hacrl.errors import UserError, warn
 from hacrl.evaluation.answers import Judge, Line, Sampler
 from hacrl.evaluation.figures import Array, by_problem, majority, mean_interval, mean_over_sets
-from hacrl.evaluation.heldout import agents_of
+from hacrl.evaluation.heldout import agents_of, check_model
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
@@ -112,11 +112,7 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
         usual = Path(target) / "eval" / Path(agents[0].model).parents[1].name
         seed = config.seed
     else:
-        if options.checkpoint is not None:
-            raise UserError(f"--checkpoint is for a run, and {target} is none: it has no config.yaml.")
-        if (Path(target) / "warmup.yaml").is_file():
-            raise UserError(f"{target} is a warm-up. Give one of its models: {target}/checkpoint-STEP/agents/ID.")
-        resolve_model(target)
+        check_model(target, options.checkpoint)
         defaults: dict[str, Any] = {}
         if options.config is None:
             defaults = {

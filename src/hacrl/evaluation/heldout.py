@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacrl.agents.agent import Agent
+from hacrl.agents.loading import resolve_model
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.tasks import build_task
-from hacrl.training.checkpoint import find_checkpoint
+from hacrl.training.checkpoint import MARKER, complete_checkpoints, find_checkpoint, step_of
 from hacrl.training.run_dir import RunDir, to_json, write_atomically
 
 
@@ -86,9 +87,34 @@ def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunCon
             for agent in config.agents
         ]
         return config, agents
+    check_model(target, step)
     config = RunConfig.load(config_source)
     first = config.agents[0]
     return config, [first.model_copy(update={"id": "model", "model": target, "log_kl": False})]
+
+
+def check_model(target: str, step: int | None) -> None:
+    """UserError if what is not a run is no model either: what it is, and what to give instead."""
+    path = Path(target).expanduser()
+    if (path / "warmup.yaml").is_file():
+        newest = [path / "checkpoint-STEP", *complete_checkpoints(path)][-1]
+        raise UserError(f"{target} is a warm-up. Give one of its models: {newest}/agents/ID.")
+    if (path / "study.yaml").is_file():
+        started = [path / "runs/PAIR/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
+        raise UserError(f"{target} is a study. Give one of its runs, for example {started[-1]}.")
+    if (path / MARKER).is_file():
+        if (path.parent / "config.yaml").is_file():
+            how = f"`hacrl eval {path.parent} --checkpoint {step_of(path)}`"
+            raise UserError(f"{target} is a checkpoint of a run. Evaluate it with {how}.")
+        raise UserError(f"{target} is a checkpoint. Give one of its models: {target}/agents/ID.")
+    if path.is_file():
+        raise UserError(f"{target} is a file. Give the folder of a run, or a model: zoo:NAME, a folder or a hub id.")
+    if step is not None:
+        raise UserError(f"--checkpoint is for a run, and {target} is none: it has no config.yaml.")
+    first = target.partition("/")[0]
+    if not path.exists() and (first == "runs" or Path(first).is_dir()):
+        raise UserError(f"There is no folder {target}. Give the folder of a run or of a model.")
+    resolve_model(target)
 
 
 def interval(rewards: list[float], z: float = 1.96) -> tuple[float, float]:
