@@ -580,6 +580,11 @@ def test_a_missing_model_as_a_real_command() -> None:
     assert contents() == before
 
 
+def test_a_missing_model_of_the_hub_as_a_real_command() -> None:
+    result = finish(start("eval", "org/missing"))
+    assert_refused(result, "error model: there is no folder org/missing, and the hub's model of that name")
+
+
 # --- bad input: found out on the way ---------------------------------------------------------------------------------
 
 REWARDS = """

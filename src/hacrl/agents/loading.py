@@ -77,6 +77,8 @@ def looks_positions_up(model: Any, positions: int) -> bool:
 
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
     source = source_of(config)
+    if not Path(source).is_dir():
+        load_model_config(config)  # where there is no such model, the tokenizer would wait for the hub twice
     own = not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file()
     tokenizer: PreTrainedTokenizerBase = _open(AutoTokenizer, config, source if own else base_model(source))
     # Lengths are checked against the model's positions; what the tokenizer says of them may be anything.
@@ -85,7 +87,12 @@ def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
 
 
 def source_of(config: AgentConfig) -> str:
-    return resolve_model(config.model, f"agents.{config.id}.model")
+    return resolve_model(config.model, place_of(config))
+
+
+def place_of(config: AgentConfig) -> str:
+    """Where a model was given: in a config, or alone to `hacrl eval`."""
+    return "model" if config.id == "model" else f"agents.{config.id}.model"
 
 
 def _open(kind: Any, config: AgentConfig, source: str) -> Any:
@@ -192,4 +199,4 @@ def _not_loaded(config: AgentConfig, error: Exception) -> UserError:
     what = config.model
     if not what.startswith("zoo:") and not Path(what).expanduser().is_dir():
         what = f"there is no folder {what}, and the hub's model of that name"
-    return UserError(f"agents.{config.id}.model: {what} could not be loaded: {reason}")
+    return UserError(f"{place_of(config)}: {what} could not be loaded: {reason}")
