@@ -501,6 +501,10 @@ def output_dir_below_a_file() -> dict[str, Any]:
     return {"output_dir": "tiny.yaml/run"}
 
 
+def output_dir_that_cannot_be_made() -> dict[str, Any]:
+    return {"output_dir": "/proc/x"}
+
+
 def output_dir_with_something_else() -> dict[str, Any]:
     Path("run").mkdir()
     Path("run/thesis.tex").write_text("\\documentclass{article}", encoding="utf-8")
@@ -536,6 +540,7 @@ BAD_INPUT: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (gpu_that_is_not_there, ["device", "cuda:99"]),
     (output_dir_is_a_file, ["output_dir", "tiny.yaml is a file", "Choose another"]),
     (output_dir_below_a_file, ["tiny.yaml/run", "Not a directory"]),
+    (output_dir_that_cannot_be_made, ["/proc/x cannot be made", "Choose another output_dir"]),
     (output_dir_with_something_else, ["output_dir", "run is not empty and not a run", "Choose another output_dir"]),
     (output_dir_with_another_run, ["output_dir", "run already holds a run", "hacrl train run --resume"]),
 ]

@@ -28,7 +28,7 @@ from hacrl.rollouts.engine import SamplingParams
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.problem import Problem
-from hacrl.training.run_dir import RunDir, to_json, write_atomically
+from hacrl.training.run_dir import RunDir, make_folder, to_json, write_atomically
 from hacrl.yaml_settings import apply_overrides
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -206,10 +206,7 @@ class EvaluationDir:
             raise UserError(f"{self.path} is a file. Choose another --output.")
         if self.path.is_dir() and not self.summary_file.is_file() and set(os.listdir(self.path)) - {".lock"}:
             raise UserError(f"{self.path} is not empty and not an evaluation. Choose another --output.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be made: {error.strerror}. Choose another --output.") from error
+        make_folder(self.path, "--output")
         with RunDir(self.path).locked(f"Another process evaluates into {self.path}"):
             yield
 

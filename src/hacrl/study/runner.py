@@ -21,7 +21,7 @@ from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.study.grid import Run, Study, StudyConfig
 from hacrl.study.results import collect, read_gpu_seconds, write_results
 from hacrl.training.progress import duration
-from hacrl.training.run_dir import RunDir, changed_settings, write_atomically
+from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
 
 RUNS_PER_GPU = 4
 RETRIES = 3
@@ -146,7 +146,7 @@ def check_unchanged(study: Study) -> None:
 
 def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
     """All runs that are not done yet. Returns the results; KeyboardInterrupt after the children have ended."""
-    study.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(study.folder, "--output-dir")
     with RunDir(study.folder).locked():
         check_unchanged(study)
         config = study.config.model_copy(update={"threads": places.threads})

@@ -44,7 +44,7 @@ class RunDir:
         cls.check_free(config.output_dir)
         run = cls(config.output_dir)
         run.made_folder = not run.path.exists()
-        run.path.mkdir(parents=True, exist_ok=True)
+        make_folder(run.path)
         run.write_config(config)
         return run
 
@@ -162,6 +162,13 @@ class RunDir:
                 if logged > step:
                     self.step_file(kind, logged).unlink()
         self.summary_file.unlink(missing_ok=True)
+
+
+def make_folder(path: Path, setting: str = "output_dir") -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be made: {error.strerror}. Choose another {setting}.") from error
 
 
 def _lock(file: TextIO, kind: int) -> bool:

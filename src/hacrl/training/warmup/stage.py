@@ -26,7 +26,7 @@ from hacrl.seeding import global_random_state, restore_global_random_state, seed
 from hacrl.tasks import Task, build_task
 from hacrl.training import checkpoint
 from hacrl.training.metrics import accuracy_metrics
-from hacrl.training.run_dir import RunDir, refuse_changes, write_atomically
+from hacrl.training.run_dir import RunDir, make_folder, refuse_changes, write_atomically
 from hacrl.training.schedule import learning_rate
 from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
@@ -74,7 +74,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
     with task.verifier if task else nullcontext(), Display(config, console) as display:
         for remark in remarks:
             display.note(remark)
-        run.path.mkdir(parents=True, exist_ok=True)
+        make_folder(run.path)
         with run.locked():
             if resume:
                 stage = Warmup(config, run, display, task)
