@@ -441,6 +441,11 @@ def missing_data() -> dict[str, Any]:
     return {"task": OWN_DATA}
 
 
+def missing_part() -> dict[str, Any]:
+    write_jsonl("train.jsonl", PROBLEMS)
+    return {"task": {"mixture": [{**OWN_DATA, "eval": "eval.jsonl"}, {"name": "arithmetic"}]}}
+
+
 def empty_data() -> dict[str, Any]:
     Path("train.jsonl").write_text("\n", encoding="utf-8")
     return {"task": OWN_DATA}
@@ -527,7 +532,8 @@ BAD_INPUT: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (long_prompt, ["train-long", "83 tokens", "agent a", "max_prompt_length (32)", "set it to 83 or more"]),
     (long_heldout_prompt, ["eval-000000", "max_prompt_length (32)"]),
     (long_arithmetic_prompt, ["max_prompt_length (3)"]),
-    (missing_data, ["no data set train.jsonl", "did you mean trian.jsonl?"]),
+    (missing_data, ["no data set train.jsonl for task.train (looked for /", "did you mean trian.jsonl?"]),
+    (missing_part, ["no data set eval.jsonl for task.mixture.train.eval (looked for /"]),
     (empty_data, ["train.jsonl is empty", "a prompt and an answer"]),
     (row_without_answer, ["train.jsonl, line 5 has no answer", "prompt, target", "ground_truth"]),
     (row_with_half_a_character, ["train.jsonl, line 5", "not valid Unicode"]),

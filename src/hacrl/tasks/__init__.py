@@ -1,6 +1,6 @@
 """Where prompts come from and how answers are verified."""
 
-from hacrl.config import SourceConfig, TaskConfig
+from hacrl.config import PartConfig, SourceConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
@@ -53,10 +53,13 @@ def _build_source(config: SourceConfig, seed: int, eval_size: int, scorers: GymS
         return Task(arithmetic.train, heldout, verifier, solution=worked_answer), []
     assert config.train is not None
     remarks = []
-    problems = load_problems(config.train, split=config.train_split, subset=config.subset, name="train")
+    place = f"task.mixture.{config.label}" if isinstance(config, PartConfig) else "task"
+    split, subset = config.train_split, config.subset
+    problems = load_problems(config.train, split=split, subset=subset, name="train", key=f"{place}.train")
     heldout = []
     if config.eval is not None:
-        heldout = load_problems(config.eval, split=config.eval_split, subset=config.eval_subset, name="eval")
+        split, subset = config.eval_split, config.eval_subset
+        heldout = load_problems(config.eval, split=split, subset=subset, name="eval", key=f"{place}.eval")
         shared = overlap(problems, heldout)
         if shared:
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")

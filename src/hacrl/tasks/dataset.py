@@ -31,15 +31,15 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
 
 
-def load_problems(source: str, *, split: str, subset: str | None, name: str) -> list[Problem]:
-    """All problems of a data set.
+def load_problems(source: str, *, split: str, subset: str | None, name: str, key: str = "") -> list[Problem]:
+    """All problems of a data set, which the setting `key` names.
 
     `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
     hub ("org/name"). `split` and `subset` choose within the latter two; a file is one split already.
     """
     problems: list[Problem] = []
     seen: set[str] = set()
-    for number, (place, row) in enumerate(read_rows(source, split, subset)):
+    for number, (place, row) in enumerate(read_rows(source, split, subset, key)):
         own_id = row.get("id")
         problem_id = f"{name}-{number:06d}" if own_id is None else f"{name}-{own_id}"
         while problem_id in seen:
@@ -66,7 +66,7 @@ class Example:
 
 def load_examples(source: str) -> list[Example]:
     """All rows of a data set that has completions, read as `load_problems` reads it."""
-    rows = read_rows(source, "train", None)
+    rows = read_rows(source, "train", None, "data")
     examples = [Example(_prompt(row, place), _completion(row, place)) for place, row in rows]
     if not examples:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and a completion.")
@@ -128,7 +128,7 @@ def _beginning_with(first: list[int], order: list[int]) -> list[int]:
     return first + [index for index in order if index not in taken]
 
 
-def read_rows(source: str, split: str, subset: str | None) -> Iterable[tuple[str, Row]]:
+def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
     """The rows, each with its place for error messages."""
     path = Path(source).expanduser()
     if path.is_dir():
@@ -146,7 +146,8 @@ def read_rows(source: str, split: str, subset: str | None) -> Iterable[tuple[str
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {path.parent / close[0]}?" if close else "give a file, or org/name for the hub."
-    raise UserError(f"There is no data set {source}: {hint}")
+    wanted = f"{source} for {key}" if key else source
+    raise UserError(f"There is no data set {wanted} (looked for {path.absolute()}): {hint}")
 
 
 def _rows(source: str, rows: list[Row]) -> Iterable[tuple[str, Row]]:
