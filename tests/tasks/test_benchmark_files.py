@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hacrl.errors import UserError
+from hacrl.tasks import dataset
 from hacrl.tasks.benchmarks import BENCHMARKS, found_in, load_benchmarks
 from hacrl.tasks.problem import Problem, digest
 
@@ -177,3 +178,12 @@ def test_the_digest_stays_as_it_is_written_in_folders_of_evaluations() -> None:
     problems = [Problem("a", "1+1=?", "2"), Problem("b", [{"role": "user", "content": "√4"}], "2")]
     assert digest(problems) == "2eed95461218dc97"
     assert digest(problems[:1]) != digest(problems)
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UserError("Couldn't reach the hub.")
+
+    monkeypatch.setattr(dataset, "_read_hub", refuse)
+    with pytest.raises(UserError, match="gsm8k cannot be read from the hub: give its files with --data DIR"):
+        load_benchmarks(["gsm8k"], None)

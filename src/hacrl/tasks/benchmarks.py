@@ -159,7 +159,10 @@ def _load_files(name: str, data: Path) -> ProblemSet:
 def _load_hub(name: str) -> ProblemSet:
     known, _, split = name.partition(":")
     benchmark = BENCHMARKS[known]
-    rows = read_rows(benchmark.repository, split or benchmark.split, benchmark.subset)
+    try:
+        rows = read_rows(benchmark.repository, split or benchmark.split, benchmark.subset)
+    except UserError as error:
+        raise UserError(f"{name} cannot be read from the hub: give its files with --data DIR. {error}") from error
     return _problem_set(name, benchmark.repository, rows)
 
 
