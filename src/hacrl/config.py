@@ -345,6 +345,14 @@ class TaskConfig(SourceConfig):
     eval_size: Positive = 500
     """At most so many held-out problems are used during training."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _section(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            key = "name" if data == "arithmetic" or data.startswith("gym:") else "train"
+            raise ValueError(f"expected a section, not {data!r}; write task.{key}={data}")
+        return data
+
     @property
     def has_heldout(self) -> bool:
         return super().has_heldout or any(part.has_heldout for part in self.mixture)
