@@ -229,8 +229,10 @@ def test_mistakes_are_refused(changes: dict[str, Any], fragments: tuple[str, ...
 
 
 def test_a_study_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"There is no study zooo\..*quick, zoo"):
-        StudyConfig.load("zooo")
+    with pytest.raises(UserError, match=r"quik is neither a bundled study, .* of a study; did you mean quick\?"):
+        StudyConfig.load("quik")
+    with pytest.raises(UserError, match=r"missing\.yaml is neither .* of a study; choose from quick, zoo"):
+        StudyConfig.load("missing.yaml")
 
 
 def yaml_of(page: str) -> str:

@@ -121,8 +121,8 @@ class StudyConfig(Strict):
         elif folder_of_study:
             path /= "study.yaml"
         elif not path.is_file():
-            known = f"A bundled study ({', '.join(study_names())}), a YAML file or the folder of a study is needed."
-            raise UserError(f"There is no study {source}. {known}")
+            meant = nearest(str(source), study_names())
+            raise UserError(f"{source} is neither a bundled study, nor a YAML file, nor the folder of a study{meant}")
         data, _ = read_source(path)
         if folder_of_study:
             data["output_dir"] = str(source)
