@@ -221,7 +221,7 @@ def test_rows_beyond_the_positions_of_the_model_are_dropped(kind: str, tmp_path:
     assert result.summary["agents"]["a"]["tokens_trained"] == 2 * 8 * 10
 
     options["agents"] = [{"id": "a", "model": with_positions(kind, 14, tmp_path / "smaller")}]
-    with pytest.raises(UserError, match=r"no row of .* \(beyond_positions 3\)\..* has 14 positions for both"):
+    with pytest.raises(UserError, match=r"no row of .* \(beyond_positions 3\): its model has 14 positions for both\.$"):
         warm_up(make(tmp_path, **options, output_dir=str(tmp_path / "none")))
 
 
@@ -268,7 +268,7 @@ def test_a_start_that_failed_can_be_mended(
 
 def test_data_of_which_nothing_can_be_used_is_refused(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match=r"agent0 can use no row of .*rows.jsonl \(completion_too_long 8\)"):
+    with pytest.raises(UserError, match=r"rows.jsonl \(completion_too_long 8\): max_completion_length is 4\.$"):
         warm_up(make(tmp_path, data=data, max_completion_length=4))
     with pytest.raises(UserError, match=r"agent0 can use no row of the task \(completion_too_long 1200\)"):
         warm_up(make(tmp_path, data={"task": {"name": "arithmetic"}}, max_completion_length=4))

@@ -147,13 +147,14 @@ class Rows:
     def _none_usable(self, dropped: Counter[str], where: str) -> str:
         config = self.agent.config
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items()) or "all are held out"
-        positions = self.agent.positions
-        model = f"its model has {positions} positions for both; " if positions is not None else ""
-        return (
-            f"Agent {config.id} can use no row of {where} ({reasons}). max_prompt_length is "
-            f"{config.max_prompt_length}, max_completion_length {config.max_completion_length}; {model}"
-            "not_reversible: its tokenizer cannot spell the text."
-        )
+        meanings = {
+            "prompt_too_long": f"max_prompt_length is {config.max_prompt_length}",
+            "completion_too_long": f"max_completion_length is {config.max_completion_length}",
+            "beyond_positions": f"its model has {self.agent.positions} positions for both",
+            "not_reversible": "its tokenizer cannot spell the text",
+        }
+        why = "; ".join(meaning for reason, meaning in meanings.items() if reason in dropped)
+        return f"Agent {config.id} can use no row of {where} ({reasons})" + (f": {why}." if why else ".")
 
 
 def for_validation(task: TaskConfig, eval_size: int) -> TaskConfig:
