@@ -101,7 +101,7 @@ def demo(
     output_dir: Annotated[str | None, typer.Option(help="Default: the next free runs/demo-N.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train the demo pair together (HACPO) and alone (GSPO), and compare."""
+    """Train the demo pair alone (GSPO) and together (HACPO, robust HACPO), and compare."""
     from hacrl.demo import run_demo
 
     run_demo(console, output_dir, overrides or [])
