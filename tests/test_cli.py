@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from conftest import FAST
-from hacrl import RunConfig, UserError, train
+from hacrl import RunConfig, UserError, __version__, train
 from hacrl.agents.loading import ZOO, zoo_names
 from hacrl.cli import main
 from hacrl.training.browse import show_rollouts
@@ -217,6 +217,10 @@ def test_models(hacrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.code, result.err) == (0, "")
     for name in [*(f"zoo:{name}" for name in zoo_names()), *preset_names()]:
         assert name in result.out
+
+
+def test_version(hacrl: Run) -> None:
+    assert hacrl("--version") == Output(0, f"hacrl {__version__}\n", "")
 
 
 def test_import_gguf(hacrl: Run) -> None:

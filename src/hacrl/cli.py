@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hacrl import __version__
 from hacrl.config import RunConfig
 from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, lack_of_memory
 
@@ -38,6 +39,21 @@ class Dtype(StrEnum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"hacrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version, and stop.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
