@@ -419,6 +419,7 @@ def test_the_same_name_again_changes_nothing() -> None:
 
 def test_options_without_a_name_are_the_usual_algorithms() -> None:
     assert load({"algorithm": {}}, "algorithm.beta=0.04").algorithm == RobustHACPO(beta=0.04)
+    assert load({"algorithm": {"beta": 0.04}}, "algorithm.name=hacpo_robust").algorithm == RobustHACPO(beta=0.04)
 
 
 def test_another_algorithm_for_a_section_that_is_only_a_name() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from hacrl.algorithms import RobustHACPO
 from hacrl.errors import UserError, nearest
 
 PRESETS = Path(__file__).parent / "presets"
@@ -52,7 +53,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
     for path, value in pairs:
         section = data.get("algorithm")
-        renamed = path == ["algorithm", "name"] and not (isinstance(section, dict) and section.get("name") == value)
+        name = section.get("name", RobustHACPO.name) if isinstance(section, dict) else None
+        renamed = path == ["algorithm", "name"] and name != value
         if renamed or (path == ["algorithm"] and isinstance(value, str)):
             data = {**data, "algorithm": {"name": value}}
         else:
