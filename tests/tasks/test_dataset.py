@@ -159,6 +159,7 @@ def test_other_sources_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     for name, message in {
         "trian.jsonl": f"did you mean {tmp_path / 'train.jsonl'}?",
+        "nothing.jsonl": "give a file, or org/name for the hub",
         "nothing/like/it.jsonl": "There is no data set",
         "a.csv": r"expected a .jsonl, .json or .parquet file",
         "b.parquet": "not a parquet file",

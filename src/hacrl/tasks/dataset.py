@@ -143,9 +143,9 @@ def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Ite
                 raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
     if HUB_ID.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
         return _rows(source, _read_hub(source, split, subset))
-    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    hint = f"did you mean {path.parent / close[0]}?" if close else "give a file, or org/name for the hub."
+    siblings = {sibling.stem: sibling for sibling in path.parent.iterdir()} if path.parent.is_dir() else {}
+    close = difflib.get_close_matches(path.stem, siblings, n=1)
+    hint = f"did you mean {siblings[close[0]]}?" if close else "give a file, or org/name for the hub."
     wanted = f"{source} for {key}" if key else source
     raise UserError(f"There is no data set {wanted} (looked for {path.absolute()}): {hint}")
 
