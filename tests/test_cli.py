@@ -784,14 +784,14 @@ def test_eval_of_what_is_not_there(hacrl: Run) -> None:
 @pytest.mark.parametrize("options", [[], ["--benchmarks", "gsm8k"]])
 def test_eval_of_what_is_no_model(hacrl: Run, options: list[str]) -> None:
     write_run(["1"])
-    for file in ("run/checkpoint-8/COMPLETE", "cold/warmup.yaml", "warm/warmup.yaml", "warm/checkpoint-10/COMPLETE"):
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).touch()
-    for file in ("new/study.yaml", "study/study.yaml", "study/runs/demo/gspo/seed-3/config.yaml"):
+    checkpoints = ("run/checkpoint-8/COMPLETE", "run/mine/COMPLETE", "warm/checkpoint-10/COMPLETE")
+    studies = ("new/study.yaml", "study/study.yaml", "study/runs/demo/gspo/seed-3/config.yaml")
+    for file in (*checkpoints, "cold/warmup.yaml", "warm/warmup.yaml", *studies):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
     for target, fragment in {
         "run/checkpoint-8": "a checkpoint of a run. Evaluate it with `hacrl eval run --checkpoint 8`",
+        "run/mine": "Give one of its models: run/mine/agents/ID",
         "cold": "cold is a warm-up. Give one of its models: cold/checkpoint-STEP/agents/ID",
         "warm": "warm is a warm-up. Give one of its models: warm/checkpoint-10/agents/ID",
         "warm/checkpoint-10": "Give one of its models: warm/checkpoint-10/agents/ID",
@@ -799,9 +799,8 @@ def test_eval_of_what_is_no_model(hacrl: Run, options: list[str]) -> None:
         "study": "study is a study. Give one of its runs, for example study/runs/demo/gspo/seed-3",
         "tiny.yaml": "tiny.yaml is a file. Give the folder of a run, or a model",
         "runs/nope": "There is no folder runs/nope. Give the folder of a run or of a model",
-        "warm/nope": "There is no folder warm/nope",
         "/nope/nope": "There is no folder /nope/nope",
-        "a/b/c": "there is no folder a/b/c",
+        "a/b/c": "There is no folder a/b/c",
     }.items():
         assert_refused(hacrl("eval", target, *options), fragment)
     assert_refused(hacrl("eval", "zoo:llama-weak", "--checkpoint", "3", *options), "--checkpoint is for a run")

@@ -11,7 +11,7 @@ from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.tasks import build_task
-from hacrl.training.checkpoint import MARKER, complete_checkpoints, find_checkpoint, step_of
+from hacrl.training.checkpoint import MARKER, NAME, complete_checkpoints, find_checkpoint, step_of
 from hacrl.training.run_dir import RunDir, to_json, write_atomically
 
 
@@ -103,7 +103,7 @@ def check_model(target: str, step: int | None) -> None:
         started = [path / "runs/PAIR/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
         raise UserError(f"{target} is a study. Give one of its runs, for example {started[-1]}.")
     if (path / MARKER).is_file():
-        if (path.parent / "config.yaml").is_file():
+        if (path.parent / "config.yaml").is_file() and NAME.fullmatch(path.name):
             how = f"`hacrl eval {path.parent} --checkpoint {step_of(path)}`"
             raise UserError(f"{target} is a checkpoint of a run. Evaluate it with {how}.")
         raise UserError(f"{target} is a checkpoint. Give one of its models: {target}/agents/ID.")
@@ -111,8 +111,7 @@ def check_model(target: str, step: int | None) -> None:
         raise UserError(f"{target} is a file. Give the folder of a run, or a model: zoo:NAME, a folder or a hub id.")
     if step is not None:
         raise UserError(f"--checkpoint is for a run, and {target} is none: it has no config.yaml.")
-    first = target.partition("/")[0]
-    if not path.exists() and (first == "runs" or Path(first).is_dir()):
+    if not path.exists() and (target.startswith((".", "/", "~", "runs/")) or target.count("/") > 1):
         raise UserError(f"There is no folder {target}. Give the folder of a run or of a model.")
     resolve_model(target)
 
