@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RobustHACPO
-from hacrl.config import AgentConfig, RunConfig, TaskConfig
+from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
+from hacrl.task_config import TaskConfig
 from hacrl.yaml_settings import apply_overrides, preset_names
 
 PAIR = [{"id": "a", "model": "zoo:llama-weak"}, {"id": "b", "model": "zoo:llama-small"}]

@@ -15,16 +15,8 @@ from pydantic import BaseModel
 
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions
-from hacrl.config import (
-    CurriculumConfig,
-    LoraConfig,
-    ModelSettings,
-    PartConfig,
-    RunConfig,
-    SourceConfig,
-    TaskConfig,
-    parse_algorithm,
-)
+from hacrl.config import LoraConfig, ModelSettings, RunConfig, parse_algorithm
+from hacrl.task_config import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
 from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from hacrl.training.warmup.config import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings

@@ -8,12 +8,11 @@ import dataclasses
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     InstanceOf,
     PlainSerializer,
@@ -25,37 +24,14 @@ from pydantic import (
 
 from hacrl.algorithms import ALGORITHMS, Algorithm, CapabilityOptions, RobustHACPO
 from hacrl.errors import UserError, nearest
+from hacrl.strict import Count, Positive, Strict, is_number
+from hacrl.task_config import CurriculumConfig, PartConfig, RewardConfig, TaskConfig
 from hacrl.yaml_settings import apply_overrides, read_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 STUDY_KEYS = {"algorithms", "pairs", "seeds", "baseline"}
 
 Checked = TypeVar("Checked", bound=BaseModel)
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-
-
-class Strict(BaseModel):
-    """Unknown keys are errors, and so are true/false where a number is meant."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True, validate_default=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_booleans_for_numbers(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, value in data.items():
-                field = cls.model_fields.get(name)
-                if isinstance(value, bool) and field and is_number(field.annotation):
-                    raise ValueError(f"{name} is a number, not {str(value).lower()}")
-        return data
-
-
-def is_number(annotation: Any) -> bool:
-    """Whether a type is int or float, optional ones and those with limits included."""
-    return annotation in (int, float) or any(is_number(part) for part in get_args(annotation))
 
 
 class LoraConfig(Strict):
@@ -205,170 +181,6 @@ class AgentConfig(Settings):
     @property
     def recomputes_logprobs(self) -> bool:
         return self.dtype == "bfloat16" if self.recompute_logprobs is None else self.recompute_logprobs
-
-
-class RewardConfig(Strict):
-    name: str
-    """exact, math, or module:function."""
-    weight: float = 1.0
-
-
-class CurriculumConfig(Strict):
-    """Stages of a task from reasoning-gym, from easy to hard."""
-
-    stages: Annotated[list[dict[str, Any]], Field(min_length=2)]
-    """Options of each stage, over `options`."""
-    threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """The next stage begins when the mean reward of the last `window` steps is at least this."""
-    window: Positive = 5
-
-
-class SourceConfig(Strict):
-    """One source of problems and how answers to them are verified."""
-
-    name: str | None = None
-    """A procedural task: arithmetic, or gym:GENERATOR of reasoning-gym. Otherwise give `train`."""
-    min_operators: Positive = 2
-    max_operators: Positive = 3
-    max_operand: Annotated[int, Field(ge=9, le=99)] = 99
-    minus_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Of arithmetic: the share of chains that lean to subtraction."""
-    options: dict[str, Any] = {}
-    """Of a gym task: the generator's own."""
-    answer: Literal["tag", "last_line", "whole"] = "tag"
-    """Of a gym task, what is scored: the text in the last <answer>...</answer>, the last line, or all of it."""
-    instruction: str | None = None
-    """Of a gym task: added to every question; default: a sentence that asks for an answer in that form."""
-    curriculum: CurriculumConfig | None = None
-    """Of a gym task: from easy to hard."""
-    train: str | None = None
-    """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""
-    eval: str | None = None
-    subset: str | None = None
-    eval_subset: str | None = None
-    """Subsets of hub data sets."""
-    train_split: str = "train"
-    eval_split: str = "test"
-    """Split of a hub data set; for procedural tasks `test` or `validation`."""
-    reward: list[RewardConfig] = []
-    """exact, math or module:function; or a list of them with weights."""
-    reward_timeout: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds for one completion in `math`, and in the scorer of a gym task."""
-    reward_call_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds for one call of your own function."""
-    reward_workers: Positive = 2
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        if name is None or name == "arithmetic" or name.startswith("gym:"):
-            return name
-        raise ValueError(f"expected 'arithmetic' or gym:GENERATOR, not {name!r}")
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _as_list(cls, reward: Any) -> Any:
-        if reward is None:
-            return []
-        if not isinstance(reward, str | list):
-            raise ValueError(f"expected exact, math, module:function or a list of them, not {reward!r}")
-        listed = [reward] if isinstance(reward, str) else reward
-        return [{"name": item} if isinstance(item, str) else item for item in listed]
-
-    @property
-    def generator(self) -> str | None:
-        """The name of a gym task's generator."""
-        return self.name.removeprefix("gym:") if self.name and self.name.startswith("gym:") else None
-
-    @property
-    def has_heldout(self) -> bool:
-        return self.name is not None or self.eval is not None
-
-    def check_source(self) -> None:
-        """ValueError unless this says where problems come from."""
-        if (self.name is None) == (self.train is None):
-            raise ValueError("give either name (arithmetic, or gym:GENERATOR) or train (a file), not both")
-        if self.name is None and not self.reward:
-            raise ValueError("reward is missing: exact, math or module:function")
-        if self.name is not None and self.reward:
-            raise ValueError(f"the task {self.name} has its own verifier: remove reward")
-        if self.name is not None and self.eval is not None:
-            raise ValueError(f"the task {self.name} has its own held-out problems: remove eval")
-        if self.name is not None and self.eval_split not in ("test", "validation"):
-            raise ValueError(f"eval_split of {self.name} is test or validation")
-        arithmetic, gym = "the task arithmetic (name: arithmetic)", "tasks from reasoning-gym (name: gym:GENERATOR)"
-        for fits, whose, options in (
-            (self.name == "arithmetic", arithmetic, ("min_operators", "max_operators", "max_operand", "minus_share")),
-            (self.generator is not None, gym, ("options", "answer", "instruction", "curriculum")),
-            (is_data_set(self.train), "data sets of the hub (org/name)", ("subset", "train_split")),
-            (is_data_set(self.eval), "data sets of the hub (org/name)", ("eval_subset",)),
-        ):
-            for option in options:
-                if not fits and getattr(self, option) != SourceConfig.model_fields[option].default:
-                    raise ValueError(f"{option} is for {whose}: remove it")
-        if self.min_operators > self.max_operators:
-            raise ValueError("min_operators is larger than max_operators")
-
-
-def is_data_set(source: str | None) -> bool:
-    """Whether it is no single file: one of the hub, or a folder."""
-    return source is not None and not source.endswith((".jsonl", ".json", ".parquet"))
-
-
-def part_label(id: str | None, name: str | None, train: str | None) -> str:
-    """What metrics call a part of a mixture."""
-    return id or (name or "").removeprefix("gym:") or Path(str(train)).stem
-
-
-class PartConfig(SourceConfig):
-    """One part of a mixture."""
-
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
-    """What metrics call it; default: the task's or the file's name."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-
-    @property
-    def label(self) -> str:
-        return part_label(self.id, self.name, self.train)
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        self.check_source()
-        return self
-
-
-class TaskConfig(SourceConfig):
-    """Where problems come from and how answers are verified."""
-
-    mixture: list[PartConfig] = []
-    """Several sources in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
-    eval_size: Positive = 500
-    """At most so many held-out problems are used during training."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _section(cls, data: Any) -> Any:
-        if isinstance(data, str):
-            key = "name" if data == "arithmetic" or data.startswith("gym:") else "train"
-            raise ValueError(f"expected a section, not {data!r}; write task.{key}={data}")
-        return data
-
-    @property
-    def has_heldout(self) -> bool:
-        return super().has_heldout or any(part.has_heldout for part in self.mixture)
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if not self.mixture:
-            self.check_source()
-            return self
-        for field in SourceConfig.model_fields:
-            if getattr(self, field) != SourceConfig.model_fields[field].default:
-                raise ValueError(f"{field} belongs to a part of the mixture, not beside it")
-        labels = [part.label for part in self.mixture]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"mixture: every part needs an id of its own, but they are {', '.join(labels)}")
-        return self
 
 
 class RunConfig(Settings):

@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from hacrl.algorithms import RobustHACPO
 from hacrl.errors import UserError, nearest
 
 PRESETS = Path(__file__).parent / "presets"
@@ -53,7 +52,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
     for path, value in pairs:
         section = data.get("algorithm")
-        name = section.get("name", RobustHACPO.name) if isinstance(section, dict) else None
+        name = section.get("name", value) if isinstance(section, dict) else None  # options without a name stay
         renamed = path == ["algorithm", "name"] and name != value
         if renamed or (path == ["algorithm"] and isinstance(value, str)):
             data = {**data, "algorithm": {"name": value}}

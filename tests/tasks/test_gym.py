@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacrl.config import RunConfig, TaskConfig
+from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.task_config import TaskConfig
 from hacrl.tasks import Task, build_task
 from hacrl.tasks.gym import CHUNK, INSTRUCTIONS, GymTask, split_of
 from hacrl.tasks.gym_reward import read_answer

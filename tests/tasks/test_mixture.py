@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeConfig
-from hacrl.config import CurriculumConfig, TaskConfig
 from hacrl.errors import UserError
+from hacrl.task_config import CurriculumConfig, TaskConfig
 from hacrl.tasks import build_task
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.task import Interleaving

@@ -10,8 +10,9 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import RunConfig, Strict, check_command, checked
+from hacrl.config import RunConfig, check_command, checked
 from hacrl.errors import UserError, nearest
+from hacrl.strict import Strict
 from hacrl.training.run_dir import RunDir
 from hacrl.yaml_settings import apply_overrides, preset_names, read_source
 

@@ -1,6 +1,6 @@
 """Where prompts come from and how answers are verified."""
 
-from hacrl.config import PartConfig, SourceConfig, TaskConfig
+from hacrl.task_config import PartConfig, SourceConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import ProblemStream, load_problems, overlap

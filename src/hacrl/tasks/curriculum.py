@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any
 
-from hacrl.config import CurriculumConfig
+from hacrl.task_config import CurriculumConfig
 
 
 class Curriculum:

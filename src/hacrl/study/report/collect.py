@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import part_label
 from hacrl.errors import UserError
+from hacrl.task_config import part_label
 from hacrl.training.run_dir import RunDir
 from hacrl.yaml_settings import read_source
 

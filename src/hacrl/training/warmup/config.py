@@ -10,17 +10,15 @@ from pydantic import Field, field_validator, model_validator
 from hacrl.config import (
     SECTIONS,
     AgentConfig,
-    Count,
     ModelSettings,
-    Positive,
-    Strict,
-    TaskConfig,
     check_command,
     checked,
     share_settings,
     without_shared_settings,
 )
 from hacrl.errors import UserError
+from hacrl.strict import Count, Positive, Strict
+from hacrl.task_config import TaskConfig
 from hacrl.yaml_settings import apply_overrides, read_source
 
 

@@ -10,8 +10,8 @@ from hashlib import blake2b
 
 from hacrl.agents.agent import Agent
 from hacrl.agents.retokenize import Dropped
-from hacrl.config import TaskConfig
 from hacrl.errors import UserError
+from hacrl.task_config import TaskConfig
 from hacrl.tasks import build_task
 from hacrl.tasks.dataset import Example, load_examples
 from hacrl.tasks.task import Interleaving
