@@ -1,4 +1,4 @@
-"""A whole run as one typed tree. Every default lives here or in the algorithm's own file.
+"""A whole run as one typed tree. Every default lives here, in task_config.py or in the algorithm's own file.
 
 `RunConfig.load` reads a preset or a YAML file, applies `key=value` overrides and refuses unknown keys,
 wrong types and impossible combinations before anything is loaded.
