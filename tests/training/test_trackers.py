@@ -113,6 +113,8 @@ def records(file: Path) -> Iterator[Any]:
             place += room
             continue
         length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        if place + 7 + length > len(data):
+            return  # the rest is being written
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # all of it, or its last part
