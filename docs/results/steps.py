@@ -16,7 +16,7 @@ from typing import Any
 from tables import table
 
 RATIOS = {"ratio_mean": "mean", "ratio_q05": "5 %", "ratio_q25": "25 %", "ratio_q50": "50 %", "ratio_q75": "75 %"}
-RATIOS |= {"ratio_q95": "95 %", "kept": "kept"}
+RATIOS |= {"ratio_q95": "95 %", "kept": "kept", "kept_positive": "of A > 0", "kept_negative": "of A < 0"}
 TEN = 10
 
 Lines = list[dict[str, Any]]
@@ -53,22 +53,22 @@ def by_part(runs: Runs) -> str:
 
 
 def rewards(runs: Runs) -> str:
-    """Of sampled answers to fresh training problems."""
+    """Of sampled answers to fresh training problems, and how many of them did not end."""
     rows = []
     for (pair, variant), seeds in runs.items():
         for name in names(runs, pair, "/eval_accuracy"):
             agent, _, *part = name.split("/")
             if not part:
                 told = [[line[f"{agent}/reward"] for line in lines[1:]] for lines in seeds]
-                first, last = (
-                    percent(value for own in told for value in own[cut]) for cut in (slice(TEN), slice(-TEN, None))
-                )
-                rows.append([f"{pair}: {agent}", f"`{variant}`", first, last])
-    return table(["reward", "variant", "first ten steps", "last ten"], rows)
+                first = percent(value for own in told for value in own[:TEN])
+                last = percent(value for own in told for value in own[-TEN:])
+                cut = percent(line[f"{agent}/completions/clipped_ratio"] for lines in seeds for line in lines[-TEN:])
+                rows.append([f"{pair}: {agent}", f"`{variant}`", first, last, cut])
+    return table(["reward", "variant", "first ten steps", "last ten", "cut off, last ten"], rows)
 
 
 def ratios(runs: Runs) -> str:
-    """s of foreign rollouts and the share that the band keeps, over all steps."""
+    """s of foreign rollouts and the share that the band keeps, of all and by the sign of A, over all steps."""
     rows = []
     for (pair, variant), seeds in runs.items():
         told: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -78,7 +78,7 @@ def ratios(runs: Runs) -> str:
             if key in RATIOS and value is not None:
                 told[f"{agent} from {source}"][key].append(value)
         for between, values in told.items():
-            cells = [f"{fmean(values[key]):.2f}" for key in RATIOS]
+            cells = [f"{fmean(values[key]):.2f}" if values[key] else "–" for key in RATIOS]
             rows.append([f"`{variant}`, {pair}: {between}", *cells])
     return table(["s of foreign rollouts", *RATIOS.values()], sorted(rows))
 

@@ -29,7 +29,7 @@ PARTNER = {"gspo": 5e-6, "hacpo": 1e-5, "robust": 2e-5}
 """SmolLM2's rates in rates-small.yaml."""
 TIMES = {"low": {"smol-cut": 1, "qwen3": 1}, "middle": {"smol-cut": 2, "qwen3": 3}, "high": {"smol-cut": 4, "qwen3": 8}}
 """A small model's rates there, as multiples of SmolLM2's."""
-SEARCHED = {"gspo": "gspo", "gspo_x2": "gspo", "grpo": "gspo", "hacpo": "hacpo", "hacpo_robust": "robust"}
+SEARCHED = {"gspo": "gspo", "gspo_x2": "gspo", "hacpo": "hacpo", "hacpo_robust": "robust", "grpo": "gspo"}
 """Whose rates an algorithm has; `naive` has a search of its own on SmolLM2, and the multiples of `hacpo_robust`."""
 
 
@@ -94,7 +94,7 @@ def smallest_of_the_best(tried: Mapping[float, float]) -> float:
 
 
 def rates(own: float, small: Mapping[str, float]) -> dict[str, Any]:
-    other = {f"agents.{agent}.learning_rate": rate for agent, rate in small.items() if rate != own}
+    other = {f"agents.{agent}.learning_rate": float(f"{rate:g}") for agent, rate in small.items() if rate != own}
     return {"learning_rate": own} | other
 
 
