@@ -569,7 +569,8 @@ def test_bad_input_is_refused_before_anything_is_written(
 def test_a_mistake_in_the_config_says_where(hacrl: Run) -> None:
     before = contents()
     result = hacrl("train", "tiny.yaml", "agents.b.lerning_rate=1e-4")
-    assert_refused(result, "tiny.yaml: agents.1.lerning_rate", "1e-4", "did you mean learning_rate?")
+    named = "tiny.yaml with agents.b.lerning_rate=1e-4: agents.1.lerning_rate"
+    assert_refused(result, named, "did you mean learning_rate?")
     assert contents() == before
 
 

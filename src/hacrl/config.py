@@ -26,7 +26,7 @@ from hacrl.algorithms import ALGORITHMS, Algorithm, CapabilityOptions, RobustHAC
 from hacrl.errors import UserError, nearest
 from hacrl.strict import Count, Positive, Strict, is_number
 from hacrl.task_config import CurriculumConfig, PartConfig, RewardConfig, TaskConfig
-from hacrl.yaml_settings import apply_overrides, read_source
+from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 STUDY_KEYS = {"algorithms", "pairs", "seeds", "baseline"}
@@ -292,9 +292,10 @@ class RunConfig(Settings):
     def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Self:
         """A preset's name or a YAML file, with `key=value` overrides; UserError if anything is wrong."""
         data, where = read_source(source)
-        data = apply_overrides(data, list(overrides))
+        overrides = list(overrides)
+        data = apply_overrides(data, overrides)
         check_command("train", data, where)
-        return cls.from_dict(data, where)
+        return cls.from_dict(data, with_overrides(where, overrides))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:

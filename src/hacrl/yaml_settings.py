@@ -61,6 +61,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return data
 
 
+def with_overrides(where: str, overrides: Sequence[str]) -> str:
+    """What a mistake is in, for a person: the file may be right and an override wrong."""
+    return " ".join([where, "with", *overrides] if overrides else [where])
+
+
 def find_item(items: Sequence[Any], path: Sequence[str], where: str) -> tuple[int, Sequence[str]]:
     """The position of the item that a path begins with, by its id or its position, and the rest of the path."""
     ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(items)]

@@ -212,6 +212,20 @@ def test_a_run_that_has_just_begun(tab: Tab, tmp_path: Path) -> None:
 # --- rollouts --------------------------------------------------------------------------------------
 
 
+def test_one_step_is_a_dot(tab: Tab, tmp_path: Path) -> None:
+    tab.open(write_report(write_run(tmp_path, steps=1)))
+    tab.scroll_through()
+    for plot in tab.all(".plot"):
+        drawn = plot.find_elements(By.CSS_SELECTOR, ".trace .point")
+        assert drawn, plot.get_attribute("aria-label")
+
+
+def test_two_agents_fit_into_the_matrix(tab: Tab, tmp_path: Path) -> None:
+    tab.open(write_report(write_run(tmp_path, agents=("llama-plus", "llama-minus"))), width=1100)
+    table = "document.querySelector('.matrix')"
+    assert tab.js(f"{table}.parentElement.scrollWidth <= {table}.parentElement.clientWidth")
+
+
 def test_rollouts_side_by_side_with_what_learners_made_of_them(tab: Tab, two: Path) -> None:
     tab.open(two)
     tab.browse()

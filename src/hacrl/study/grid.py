@@ -14,7 +14,7 @@ from hacrl.config import RunConfig, check_command, checked
 from hacrl.errors import UserError, nearest
 from hacrl.strict import Strict
 from hacrl.training.run_dir import RunDir
-from hacrl.yaml_settings import apply_overrides, preset_names, read_source
+from hacrl.yaml_settings import apply_overrides, preset_names, read_source, with_overrides
 
 STUDIES = Path(__file__).parents[1] / "studies"
 
@@ -129,7 +129,7 @@ class StudyConfig(Strict):
             data["output_dir"] = str(source)
         data = apply_overrides(data, overrides)
         check_command("study", data, str(source))
-        return cls.from_dict(data, str(source), path.parent)
+        return cls.from_dict(data, with_overrides(str(source), overrides), path.parent)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "study", folder: Path | None = None) -> Self:

@@ -21,7 +21,7 @@ from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
 from hacrl.training.trainer import Trainer, Watcher
-from hacrl.yaml_settings import apply_overrides, find_item, preset_names, read_source
+from hacrl.yaml_settings import apply_overrides, find_item, preset_names, read_source, with_overrides
 
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
@@ -187,4 +187,4 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
             )
         if agent is not None:  # where an agent has the run's section, the rest of it stays as it was
             data["agents"][agent].setdefault(setting, whole["agents"][agent][setting])
-    return RunConfig.from_dict(apply_overrides(data, overrides), str(run_dir))
+    return RunConfig.from_dict(apply_overrides(data, overrides), with_overrides(str(run_dir), overrides))

@@ -19,7 +19,7 @@ from hacrl.config import (
 from hacrl.errors import UserError
 from hacrl.strict import Count, Positive, Strict
 from hacrl.task_config import TaskConfig
-from hacrl.yaml_settings import apply_overrides, read_source
+from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
 
 
 class DataConfig(Strict):
@@ -138,9 +138,10 @@ class WarmupConfig(WarmupSettings):
         if not Path(source).is_file():
             raise UserError(f"There is no file {source}. The YAML file of a warm-up is needed.")
         data, where = read_source(Path(source))
-        data = apply_overrides(data, list(overrides))
+        overrides = list(overrides)
+        data = apply_overrides(data, overrides)
         check_command("warmup", data, where)
-        return cls.from_dict(data, where)
+        return cls.from_dict(data, with_overrides(where, overrides))
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:

@@ -32,7 +32,7 @@ from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
 from hacrl.training.warmup.start import resolve_tokenizer, starting_model
 from hacrl.training.warmup.supervised import SupervisedLearner
-from hacrl.yaml_settings import apply_overrides, read_source
+from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
 
 CONFIG_FILE = "warmup.yaml"
 RESUMABLE_CHANGES = {"eval_every", "save_every", "save_total_limit"}
@@ -323,7 +323,8 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
     config = saved_config(Path(source))
     if not resume:
         raise UserError(f"{source} is the folder of a warm-up. Continue it with `hacrl warmup {source} --resume`.")
-    return WarmupConfig.from_dict(apply_overrides(config.model_dump(mode="json"), overrides), source)
+    data = apply_overrides(config.model_dump(mode="json"), overrides)
+    return WarmupConfig.from_dict(data, with_overrides(source, overrides))
 
 
 def check_same(config: WarmupConfig, saved: WarmupConfig) -> None:

@@ -129,7 +129,7 @@ function lineChart({ lines, bands = [], rules = [], xTitle, range, ratios = fals
     }
     for (const line of lines) {
       const shade = colour(line.colour);
-      const style = { x: line.x, type: "scatter", connectgaps: true, mode: line.markers ? "lines+markers" : "lines" };
+      const style = { x: line.x, type: "scatter", connectgaps: true, mode: line.markers || line.y.filter(known).length < 2 ? "lines+markers" : "lines" };
       if (line.raw) traces.push({ ...style, y: line.raw, mode: "lines", line: { color: fade(shade, 0.28), width: 1 }, hoverinfo: "skip" });
       traces.push({ ...style, y: line.y, name: label(line.name, 40), meta: line.name, line: { color: shade, width: line.weight || 2, dash: line.dash || "solid" }, marker: { size: 6, color: shade, line: { color: colour("--surface"), width: 1 } }, hovertemplate: `%{y:${format || ".3f"}}` });
     }
