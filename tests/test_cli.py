@@ -204,11 +204,25 @@ def test_dry_run(hacrl: Run) -> None:
     assert "Seconds of a step (estimate)" in table
     plans = plan(RunConfig.load("tiny.yaml", arguments))
     seconds = [(row.id, row.device, f"{row.sampling:.2f}", f"{row.learning:.2f}") for row in plans]
-    assert [tuple(row) for row in rows[2:]] == seconds
+    assert [tuple(row) for row in rows[2:4]] == seconds
     assert "memory (GiB, estimate)" in table
     assert "1 steps of 2 prompts: 16 rollouts in all." in table
     assert "looked at when the run starts" in table
     assert contents() == before
+
+
+def test_dry_run_shows_the_first_prompt_and_looks_at_the_data(hacrl: Run) -> None:
+    rows = [{"prompt": "7+\x1b[31m7=", "answer": "14"}, {"prompt": "1+1=", "answer": "2"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["task.name=null", "task.reward=exact", "prompts_per_step=2"]
+    result = hacrl("train", "tiny.yaml", *data, "task.train=rows.jsonl", "--dry-run")
+    assert result.code == 0
+    assert "7+\\x1b[31m7=" in result.out or "1+1=" in result.out
+    assert "\x1b[31m" not in result.out
+    assert_refused(hacrl("train", "tiny.yaml", *data, "task.train=none.jsonl", "--dry-run"), "no data set none.jsonl")
+    assert_refused(hacrl("train", "tiny.yaml", "task.name=gym:chain_sums", "--dry-run"), "did you mean chain_sum?")
+    result = hacrl("train", "tiny.yaml", *data, "task.train=org/name", "--dry-run")
+    assert "org/name: read when the run starts." in result.out
 
 
 def test_models(hacrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -734,15 +748,16 @@ def test_eval_on_benchmarks(hacrl: Run) -> None:
     Path("data").mkdir()
     Path("data/gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     Path("data/gsm8k_train.jsonl").write_text(json.dumps(rows[0]), encoding="utf-8")
-    given = ["--data", "data", "--k", "2", "--limit", "3", "--max-completion-length", "8", "--system-prompt", ""]
+    given = ["--data", "data", "--k", "3", "--limit", "3", "--max-completion-length", "8", "--system-prompt", ""]
     arguments = ["eval", "zoo:llama-weak", "--benchmarks", "gsm8k,gsm8k:train", *given, f"fast={FAST}"]
     result = hacrl(*arguments)
     assert (result.code, result.err) == (0, "")
-    for part in ("model: zoo:llama-weak", "gsm8k:train", "avg@1", "avg@2", "maj@2", "best@2", "runs/eval-llama-weak"):
+    figures = ("avg@1", "avg@3", "maj@3", "pass@2", "best@3")
+    for part in ("model: zoo:llama-weak", "gsm8k:train", *figures, "runs/eval-llama-weak-limit-3"):
         assert part in result.out
     before = contents()
     names = ("gsm8k", "gsm8k-greedy", "gsm8k-train", "gsm8k-train-greedy")
-    assert before.keys() >= {f"runs/eval-llama-weak/{name}.jsonl" for name in names}
+    assert before.keys() >= {f"runs/eval-llama-weak-limit-3/{name}.jsonl" for name in names}
     assert hacrl(*arguments) == result
     assert contents() == before
     assert_refused(hacrl(*arguments, "--seed", "1"), "other settings: seed 0, now 1")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -63,9 +64,31 @@ def print_plan(console: Console, config: RunConfig) -> None:
         f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
         f"{config.max_steps * config.rollouts_per_step:,} rollouts in all.\n"
         f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
-        "its full length and no work can be saved; verification, evaluation and checkpoints come on top.\n"
-        "The settings are valid. Data, rewards, lengths of prompts and devices are looked at when the run starts."
+        "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
     )
+    print_first_problem(console, config)
+    console.print("The settings are valid. Lengths of prompts and devices are looked at when the run starts.")
+
+
+def print_first_problem(console: Console, config: RunConfig) -> None:
+    """What agents will be asked, where nothing has to be downloaded to know it."""
+    from hacrl.tasks import build_task
+    from hacrl.tasks.dataset import is_on_hub
+    from hacrl.training.browse import harmless, prompt_text
+
+    sources = [config.task, *config.task.mixture]
+    remote = [data for source in sources for data in (source.train, source.eval) if data and is_on_hub(data)]
+    if remote:
+        hubs = ", ".join(dict.fromkeys(remote))
+        console.print(f"{hubs}: read when the run starts.", highlight=False, markup=False, soft_wrap=True)
+        return
+    task, remarks = build_task(config.task, config.seed)
+    with task.verifier:
+        first = task.train(0, config.prompts_per_step)[0]
+    for remark in remarks:
+        console.print(f"note {remark}", highlight=False, markup=False, soft_wrap=True)
+    console.print(Panel(prompt_text(first.prompt), title="the first prompt", title_align="left"))
+    console.print(Text.assemble("Its answer: ", harmless(first.answer)))
 
 
 def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
@@ -97,8 +120,9 @@ def print_benchmarks(console: Console, results: dict[str, Any], folder: Path, na
             row = agent["benchmarks"][name]
             k, figures = row["settings"]["k"], row["figures"]
             table.add_row(Text(name), f"{row['settings']['problems']:,}", "avg@1", *cells(figures["avg@1"]))
-            for kind in ("avg", "maj", "best") if k > 1 else ():
-                table.add_row("", "", f"{kind}@{k}", *cells(figures[f"{kind}@{k}"]))
+            between = [f"pass@{n}" for n in range(2, k) if f"pass@{n}" in figures]  # 1 and k are avg@k and best@k
+            for figure in [f"avg@{k}", f"maj@{k}", *between, f"best@{k}"] if k > 1 else []:
+                table.add_row("", "", figure, *cells(figures[figure]))
             for count, what in (
                 (row["unverified"], "have no verdict"),
                 (row["cut_off"], "were cut off"),
@@ -116,7 +140,7 @@ def print_benchmarks(console: Console, results: dict[str, Any], folder: Path, na
         console.print(table)
         for remark in remarks:
             console.print(remark, highlight=False, markup=False, emoji=False)
-    console.print(f"Completions, pass@k and more: {folder}", highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console.print(f"Completions and all figures: {folder}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_checks(console: Console, names: list[str] | None, data: Path) -> None:

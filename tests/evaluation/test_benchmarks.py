@@ -1,7 +1,9 @@
 """Evaluations on benchmarks of our own: real models, real files, and what interruptions leave of them."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from conftest import FAST, MakeConfig
+from hacrl.agents.loading import resolve_model
 from hacrl.errors import UserError
 from hacrl.evaluation.answers import Judge
 from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
@@ -53,6 +56,7 @@ def test_greedy_answers(data: Path, tmp_path: Path) -> None:
     for line in lines:
         right = line["text"].rpartition("#")[2] == str(PROBLEMS[line["prompt"]])
         assert (line["reward"], line["finish_reason"], line["index"]) == (float(right), "stop", 0)
+        assert line["stated"] is None  # the zoo marks its answers with one #
     row = results["agents"]["model"]["benchmarks"]["gsm8k"]
     accuracy = sum(line["reward"] for line in lines) / 6
     assert row["figures"].keys() == {"avg@1"}
@@ -327,6 +331,26 @@ def test_weights_tell_models_apart() -> None:
     fingerprints = {weights_of(f"zoo:llama-{name}") for name in ("plus", "minus", "weak", "small")}
     assert len(fingerprints) == 4
     assert weights_of("org/name") == "org/name"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "tokenizer_config.json", "config.json"])
+def test_another_tokenizer_or_template_is_another_model(data: Path, tmp_path: Path, name: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model(MODEL), model)
+    evaluate(data, tmp_path / "out", str(model))
+    file = model / name
+    file.write_text((file.read_text(encoding="utf-8") if file.is_file() else "") + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"with other settings: weights '\w{16}', now '\w{16}'"):
+        evaluate(data, tmp_path / "out", str(model))
+
+
+def test_a_first_look_is_not_in_the_way(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = Options(benchmarks=["gsm8k"], data=data, limit=2, overrides=["max_completion_length=4"])
+    console = Console(quiet=True)
+    assert evaluate_benchmarks(MODEL, options, console)[1] == Path("runs/eval-llama-plus-limit-2")
+    whole = dataclasses.replace(options, limit=None)
+    assert evaluate_benchmarks(MODEL, whole, console)[1] == Path("runs/eval-llama-plus")
 
 
 # --- judging ---------------------------------------------------------------------------------------

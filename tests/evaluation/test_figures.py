@@ -56,6 +56,7 @@ def test_figures_by_problem() -> None:
             "pass@4",
             "pass@8",
             "pass@16",
+            "pass@30",
             "best@30",
         )
     ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hacrl.tasks.boxed import boxes, last_box, same_text, tidy, tidy_boxes
+from hacrl.tasks.boxed import boxes, last_box, same_text, stated, tidy, tidy_boxes
 from hacrl.tasks.verify import MathPool, Verifier
 
 
@@ -192,3 +192,19 @@ def test_equal_answers_of_hostile_texts(pool: MathPool) -> None:
             "timeout",
         )
     assert pool.call({"completions": ["3"], "others": [[r"\boxed{3}"]]}).values == [0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} or \boxed{2}", None),
+        (r"half of it, \boxed{1", None),
+        ("is\n#### 41\n", " 41"),
+        ("#### 41\nor not", None),
+        (r"#### 3, rather \boxed{4}", "4"),
+        ("about 41", None),
+    ],
+)
+def test_the_answer_that_a_completion_states(completion: str, answer: str | None) -> None:
+    assert stated(completion) == answer

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hacrl.errors import UserError
-from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
+from hacrl.tasks.benchmarks import load_benchmarks
+from hacrl.tasks.dataset import ProblemStream, load_examples, load_problems, overlap
 from hacrl.tasks.problem import Problem
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -99,6 +100,32 @@ def test_saved_datasets(tmp_path):
     assert load(tmp_path / "splits", split="test")[0].answer == "2"
     with pytest.raises(UserError, match="no split 'dev': it has train, test"):
         load(tmp_path / "splits", split="dev")
+
+
+def test_examples_of_a_split(tmp_path):
+    splits = {name: datasets.Dataset.from_list([{"prompt": name, "completion": "1"}]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    assert [example.prompt for example in load_examples(str(tmp_path / "splits"))] == ["train"]
+    assert [example.prompt for example in load_examples(str(tmp_path / "splits"), split="test")] == ["test"]
+
+
+def test_what_the_hub_is_asked_for(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((*arguments, options))
+        return datasets.Dataset.from_list([{"question": "1+1?", "answer": "#### 2", "prompt": "a", "completion": "b"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load("openai/gsm8k", split="test", subset="main")[0].answer == "2"
+    assert load_examples("org/worked", split="dev", subset="small")[0].completion == "b"
+    load_benchmarks(["gsm8k", "math500"], None)
+    assert asked == [
+        ("openai/gsm8k", "main", {"split": "test"}),
+        ("org/worked", "small", {"split": "dev"}),
+        ("openai/gsm8k", "main", {"split": "test"}),
+        ("HuggingFaceH4/MATH-500", None, {"split": "test"}),
+    ]
 
 
 def test_hub_id_that_cannot_be_loaded(monkeypatch):

@@ -121,13 +121,16 @@ def test_losses_and_weights_are_those_of_plain_transformers(
         assert float((trained[key] - weight).abs().mean()) <= 0.1 * float((start[key] - weight).abs().mean()), key
 
 
-def test_prompts_go_through_the_chat_template_and_the_end_of_turn_is_learned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("conversation", [False, True])
+def test_prompts_go_through_the_chat_template_and_the_end_of_turn_is_learned(
+    tmp_path: Path, conversation: bool
+) -> None:
     folder = tmp_path / "chatty"
     shutil.copytree(ZOO / "llama-plus", folder)
     (folder / "chat_template.jinja").write_text(CHAT)
-    messages = [{"role": "user", "content": "1+2="}]
-    rows = [{"prompt": messages, "completion": [{"role": "assistant", "content": "#3"}]}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    messages, answer = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "#3"}]
+    row = {"messages": messages + answer} if conversation else {"prompt": messages, "completion": answer}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     data = str(tmp_path / "rows.jsonl")
     config = make(tmp_path, agents=[{"id": "a", "model": str(folder)}], data=data, system_prompt="7", max_steps=1)
     warm_up(config)
@@ -233,6 +236,9 @@ def test_rows_beyond_the_positions_of_the_model_are_dropped(kind: str, tmp_path:
         ({"completion": "1"}, r"line 2 has no prompt"),
         ({"prompt": "1=", "completion": 3}, r"line 2: the completion is a int, expected text"),
         ({"prompt": 4, "completion": "3"}, r"line 2: prompt is neither text nor a list of chat messages"),
+        ({"messages": [{"role": "user", "content": "1+1="}]}, "line 2: messages does not end with a turn of the assis"),
+        ({"messages": [{"role": "assistant", "content": "2"}]}, "line 2: messages does not end with a turn of the as"),
+        ({"messages": [3, {"role": "assistant", "content": "2"}]}, "line 2: prompt is neither text nor a list of chat"),
     ],
 )
 def test_bad_rows_are_refused_and_nothing_is_left_behind(row: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from hacrl.evaluation.heldout import agents_of, check_model
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
+from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem
 from hacrl.training.run_dir import RunDir, make_folder, to_json, write_atomically
 from hacrl.yaml_settings import apply_overrides
@@ -37,6 +38,9 @@ MAX_COMPLETION_LENGTH = 4096
 BATCH_SIZE = 64
 SAMPLE_OF_WEIGHTS = 1 << 16
 """Bytes at the beginning and the end of each file of weights that tell one model from another."""
+FILES_OF_WEIGHTS = (".safetensors", ".bin")
+FILES_OF_A_MODEL = (*FILES_OF_WEIGHTS, ".json", ".jinja", ".model", ".txt")
+"""With its configuration, tokenizer and chat template."""
 
 NOT_HERE = {
     "id": "it names the agent of a run",
@@ -125,6 +129,8 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
         agents = [AgentConfig(**{**defaults, "id": "model", "model": target})]
         usual = Path("runs") / f"eval-{Path(target.removeprefix('zoo:')).name}"
         seed = 0
+    if options.limit is not None:  # a first look should not be in the way of the whole
+        usual = usual.with_name(f"{usual.name}-limit-{options.limit}")
     changes = {name: value for name, value in changes.items() if value is not None}
     for name in (override.partition("=")[0] for override in options.overrides):
         if name in NOT_HERE:
@@ -170,15 +176,18 @@ class Job:
 
 
 def weights_of(model: str) -> str:
-    """A model's identity: a fingerprint of its files, or the name on the hub."""
+    """A model's identity: a fingerprint of weights, configuration, tokenizer and template, or its name on the hub."""
     folder = Path(resolve_model(model)).expanduser()
     if not folder.is_dir():
         return model
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*config.json"), *folder.glob("*.safetensors")]):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in FILES_OF_A_MODEL):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
+            if path.suffix not in FILES_OF_WEIGHTS:
+                digest.update(file.read())
+                continue
             digest.update(file.read(SAMPLE_OF_WEIGHTS))
             file.seek(max(size - SAMPLE_OF_WEIGHTS, 0))
             digest.update(file.read(SAMPLE_OF_WEIGHTS))
@@ -374,6 +383,7 @@ def _line(
         "text": text,
         "finish_reason": finish_reason,
         "num_tokens": tokens,
+        "stated": stated(text),
         **verdict,
     }
 

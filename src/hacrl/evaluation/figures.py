@@ -37,7 +37,7 @@ def majority(votes: Sequence[int | None]) -> float:
 
 
 def by_problem(correct_PK: npt.ArrayLike) -> dict[str, Array]:
-    """A value for each problem: avg@K, pass@k for powers of two up to K, best@K; NaN where nothing was judged."""
+    """A value for each problem: avg@K, pass@k for powers of two and for K, best@K; NaN where nothing was judged."""
     correct = np.asarray(correct_PK, dtype=float)
     K = correct.shape[1]
     judged_P = (~np.isnan(correct)).sum(1)
@@ -47,7 +47,7 @@ def by_problem(correct_PK: npt.ArrayLike) -> dict[str, Array]:
     found = {f"avg@{K}": average_P}
     if K == 1:
         return found
-    for k in (2**power for power in range(K.bit_length()) if 2**power <= K):
+    for k in sorted({K, *(2**power for power in range(K.bit_length()))}):
         pairs = zip(judged_P.tolist(), right_P.tolist(), strict=True)
         found[f"pass@{k}"] = np.array([pass_at(k, judged, int(right)) for judged, right in pairs])
     found[f"best@{K}"] = np.where(missing_P, np.nan, (right_P > 0).astype(float))

@@ -52,6 +52,18 @@ def last_box(text: str) -> str | None:
     return text[slice(*spans[-1])].strip() if spans else None
 
 
+def stated(completion: str) -> str | None:
+    """The answer, where it is marked as such: the only box, or what stands behind #### in the last line.
+
+    Several boxes are math-verify's to judge: who boxes two answers has not chosen one.
+    """
+    spans = boxes(completion)
+    if spans or "\\boxed" in completion:
+        return completion[slice(*spans[0])] if len(spans) == 1 else None
+    _, marked, answer = completion.rstrip().rpartition("\n")[2].rpartition("####")
+    return answer if marked else None
+
+
 def scientific(text: str) -> str:
     r"""4.5e33 as 4.5 \times 10^{33}."""
     return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)

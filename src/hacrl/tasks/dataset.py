@@ -64,10 +64,9 @@ class Example:
         return _question(self.prompt)
 
 
-def load_examples(source: str) -> list[Example]:
+def load_examples(source: str, *, split: str = "train", subset: str | None = None) -> list[Example]:
     """All rows of a data set that has completions, read as `load_problems` reads it."""
-    rows = read_rows(source, "train", None, "data")
-    examples = [Example(_prompt(row, place), _completion(row, place)) for place, row in rows]
+    examples = [_example(row, place) for place, row in read_rows(source, split, subset, "data")]
     if not examples:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and a completion.")
     return examples
@@ -128,6 +127,11 @@ def _beginning_with(first: list[int], order: list[int]) -> list[int]:
     return first + [index for index in order if index not in taken]
 
 
+def is_on_hub(source: str) -> bool:
+    path = Path(source).expanduser()
+    return not path.exists() and bool(HUB_ID.fullmatch(source)) and path.suffix not in FILE_SUFFIXES
+
+
 def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
     """The rows, each with its place for error messages."""
     path = Path(source).expanduser()
@@ -141,7 +145,7 @@ def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Ite
                 return _rows(source, _read_parquet(path))
             case _:
                 raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
-    if HUB_ID.fullmatch(source) and path.suffix not in FILE_SUFFIXES:
+    if is_on_hub(source):
         return _rows(source, _read_hub(source, split, subset))
     siblings = {sibling.stem: sibling for sibling in path.parent.iterdir()} if path.parent.is_dir() else {}
     close = difflib.get_close_matches(path.stem, siblings, n=1)
@@ -237,6 +241,16 @@ def valid_text(text: str, place: str, what: str = "prompt") -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"{place}: the {what} is not valid Unicode ({error}). Mend or remove it.") from error
     return text
+
+
+def _example(row: Row, place: str) -> Example:
+    """Prompt and completion, or a conversation that ends with the assistant's turn: that one is learned."""
+    conversation = row.get("messages")
+    if "completion" not in row and isinstance(conversation, list):
+        if len(conversation) < 2 or not (_is_message(conversation[-1]) and conversation[-1]["role"] == "assistant"):
+            raise UserError(f"{place}: messages does not end with a turn of the assistant behind another one.")
+        row = {"prompt": conversation[:-1], "completion": conversation[-1:]}
+    return Example(_prompt(row, place), _completion(row, place))
 
 
 def _completion(row: Row, place: str) -> str:

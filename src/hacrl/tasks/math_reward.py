@@ -19,8 +19,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns when its ti
 
 # By its path: importing hacrl would import torch.
 _boxed = runpy.run_path(str(Path(__file__).with_name("boxed.py")))
-boxes, same_text, scientific, tidy, tidy_boxes = (
-    _boxed[name] for name in ("boxes", "same_text", "scientific", "tidy", "tidy_boxes")
+same_text, scientific, stated, tidy, tidy_boxes = (
+    _boxed[name] for name in ("same_text", "scientific", "stated", "tidy", "tidy_boxes")
 )
 
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
@@ -58,8 +58,8 @@ def read_as_math(completions: list[str], answer: list[str], **columns: Any) -> l
 def _compare(completion: str, gold: str) -> float | None:
     if not gold.strip():
         return None
-    stated = _stated(completion)
-    if stated is not None and same_text(stated, gold):
+    answer = stated(completion)
+    if answer is not None and same_text(answer, gold):
         return 1.0
     reference = _parse_gold(gold)
     if not reference:
@@ -70,12 +70,12 @@ def _compare(completion: str, gold: str) -> float | None:
 
 
 def _first_equal(completion: str, among: list[str]) -> float | None:
-    stated, own = _stated(completion), _parse_completion(completion)
-    if not own and not (stated or "").strip():
+    answer, own = stated(completion), _parse_completion(completion)
+    if not own and not (answer or "").strip():
         return None
     for position, other in enumerate(among):
-        others = _stated(other)
-        if stated is not None and others is not None and same_text(stated, others):
+        others = stated(other)
+        if answer is not None and others is not None and same_text(answer, others):
             return float(position)
         reading = _parse_completion(other)
         if own and reading and _equal(reading, own):
@@ -96,18 +96,6 @@ def _parse_gold(gold: str) -> list[Any]:
 @lru_cache(maxsize=1024)
 def _parse_completion(completion: str) -> list[Any]:
     return _parse(_delimit(completion))
-
-
-def _stated(completion: str) -> str | None:
-    """The answer, where it is marked as such: the only box, or what stands behind #### in the last line.
-
-    Several boxes are math-verify's to judge: who boxes two answers has not chosen one.
-    """
-    spans = boxes(completion)
-    if spans or "\\boxed" in completion:
-        return completion[slice(*spans[0])] if len(spans) == 1 else None
-    _, marked, answer = completion.rstrip().rpartition("\n")[2].rpartition("####")
-    return answer if marked else None
 
 
 def _delimit(completion: str) -> str:

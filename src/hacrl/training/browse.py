@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from hacrl.errors import UserError
+from hacrl.tasks.problem import Prompt
 from hacrl.training.run_dir import RunDir
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -62,10 +63,8 @@ def show_rollouts(
 
 def _show_group(console: Console, step: int, position: int, group: list[dict[str, Any]]) -> None:
     """The prompt, then the answers of one source after the other, right ones first."""
-    prompt = group[0]["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    console.print(Panel(harmless(prompt), title=f"step {step}, prompt {position}", title_align="left"))
+    title = f"step {step}, prompt {position}"
+    console.print(Panel(prompt_text(group[0]["prompt"]), title=title, title_align="left"))
     by_source: dict[str, list[dict[str, Any]]] = {}
     learners: dict[str, None] = {}
     for line in group:
@@ -155,6 +154,12 @@ def _text(line: dict[str, Any]) -> Text:
 
 def _plain(text: str) -> str:
     return harmless(text).plain
+
+
+def prompt_text(prompt: Prompt) -> Text:
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return harmless(prompt)
 
 
 def harmless(text: str) -> Text:

@@ -26,7 +26,11 @@ class DataConfig(Strict):
     """Where rows come from: a file with prompts and completions, or a task that knows completions."""
 
     file: str | None = None
-    """JSONL, JSON or parquet, a folder written by `datasets`, or a hub id; columns prompt and completion."""
+    """JSONL, JSON or parquet, a folder written by `datasets`, or a hub id; prompt and completion, or messages."""
+    split: str = "train"
+    """Of a hub data set, or of a folder with several."""
+    subset: str | None = None
+    """Of a hub data set."""
     task: TaskConfig | None = None
     """arithmetic, gym:GENERATOR, or a mixture of them."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -36,6 +40,8 @@ class DataConfig(Strict):
     def _one(self) -> Self:
         if (self.file is None) == (self.task is None):
             raise ValueError("give either file or task")
+        if self.task is not None and (self.split, self.subset) != ("train", None):
+            raise ValueError("split and subset are for a file")
         return self
 
 

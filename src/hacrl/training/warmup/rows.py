@@ -94,15 +94,15 @@ class Rows:
 
     def _source(self, data: DataConfig, config: WarmupConfig) -> Source:
         if data.file is not None:
-            return self._from_file(data.file, config)
+            return self._from_file(data.file, load_examples(data.file, split=data.split, subset=data.subset), config)
         assert data.task is not None
         return self._from_task(data.task, config)
 
-    def _from_file(self, file: str, config: WarmupConfig) -> Source:
+    def _from_file(self, file: str, examples: Sequence[Example], config: WarmupConfig) -> Source:
         """Epoch after epoch, each shuffled by (seed, file, epoch). The prompt alone decides what is held out."""
         usable: dict[bool, list[Row]] = {True: [], False: []}
         dropped: Counter[str] = Counter()
-        for example in load_examples(file):
+        for example in examples:
             try:
                 usable[_fraction(example.question) < config.eval_share].append(self.encode(example))
             except Dropped as reason:
