@@ -1,8 +1,10 @@
 """Evaluations on benchmarks of our own: real models, real files, and what interruptions leave of them."""
 
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from rich.console import Console
 from conftest import FAST, MakeConfig
 from hacrl.agents.loading import resolve_model
 from hacrl.errors import UserError
+from hacrl.evaluation import benchmarks
 from hacrl.evaluation.answers import Judge
 from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.check import check_verifier
@@ -342,6 +345,18 @@ def test_another_tokenizer_or_template_is_another_model(data: Path, tmp_path: Pa
     file.write_text((file.read_text(encoding="utf-8") if file.is_file() else "") + "\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"with other settings: weights '\w{16}', now '\w{16}'"):
         evaluate(data, tmp_path / "out", str(model))
+
+
+def test_a_log_says_how_far_it_is(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks, "SECONDS_BETWEEN_LINES", 0.0)
+    log = io.StringIO()
+    options = Options(benchmarks=["gsm8k"], data=data, output=tmp_path / "out", batch_size=4, system_prompt="")
+    evaluate_benchmarks(MODEL, options, Console(file=log))
+    first, second, done = log.getvalue().splitlines()
+    assert re.fullmatch(r"model: gsm8k 4 of 6 completions, [\d.]+ % right so far, [\d,]+ tokens/s", first)
+    right = sum(line["reward"] for line in read_lines(tmp_path / "out" / "gsm8k.jsonl"))
+    assert second.startswith(f"model: gsm8k 6 of 6 completions, {100 * right / 6:.1f} % right so far")
+    assert done == "model: gsm8k done"
 
 
 def test_a_first_look_is_not_in_the_way(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

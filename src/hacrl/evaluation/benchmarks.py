@@ -38,6 +38,8 @@ MAX_COMPLETION_LENGTH = 4096
 BATCH_SIZE = 64
 SAMPLE_OF_WEIGHTS = 1 << 16
 """Bytes at the beginning and the end of each file of weights that tell one model from another."""
+SECONDS_BETWEEN_LINES = 30.0
+"""Of a log that says how far it is."""
 FILES_OF_WEIGHTS = (".safetensors", ".bin")
 FILES_OF_A_MODEL = (*FILES_OF_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 """With its configuration, tokenizer and chat template."""
@@ -99,7 +101,7 @@ def evaluate_benchmarks(target: str, options: Options, console: Console) -> tupl
                 values[job.set.name] = found
                 folder.add(job, _result(job, lines, found))
                 if not console.is_terminal:
-                    console.print(f"{agent.id}: {job.set.name} done", highlight=False, markup=False, emoji=False)
+                    _say(console, f"{agent.id}: {job.set.name} done")
             folder.set_mean(agent.id, [job.set.name for job in own], _means(own, values))
     return folder.contents, folder.path
 
@@ -344,6 +346,7 @@ def _sample(
         _write(path, list(lines.values()))
     progress.update(task, completed=len(lines))
     tokens, began = 0, time.perf_counter()
+    said = began
     for start, batch in batches.items():
         if start in whole:
             continue
@@ -363,6 +366,11 @@ def _sample(
         _append(path, new)
         lines |= {key(line): line for line in new}
         progress.update(task, advance=len(batch), rate=rate)
+        if not progress.console.is_terminal and time.perf_counter() - said >= SECONDS_BETWEEN_LINES:
+            said = time.perf_counter()
+            right = sum(line["reward"] or 0 for line in lines.values()) / len(lines)
+            so_far = f"{len(lines):,} of {len(job.wanted):,} completions, {100 * right:.1f} % right so far, {rate}"
+            _say(progress.console, f"{job.agent.id}: {job.set.name} {so_far}")
     return lines
 
 
@@ -386,6 +394,11 @@ def _line(
         "stated": stated(text),
         **verdict,
     }
+
+
+def _say(console: Console, text: str) -> None:
+    """Where there is no bar to look at: in a log."""
+    console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:
