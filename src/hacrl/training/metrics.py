@@ -7,7 +7,6 @@ run's metrics are reproducible.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -154,25 +153,3 @@ def baseline_metrics(advantages: Advantages) -> Metrics:
         metrics["baseline_bias_rms"] = float(np.sqrt((bias**2).mean()))
         metrics["baseline_bias_excess"] = math.copysign(math.sqrt(abs(excess)), excess)
     return metrics
-
-
-def uses(result: LearnResult, lesson: Lesson) -> dict[int, dict[str, Any]]:
-    """What each rollout, by row, was to one learner: its line in the rollout's `learners`.
-
-    Ratio and clip are those of the first update that used it; where A is 0 they are not computed.
-    """
-    lines: dict[int, dict[str, Any]] = {
-        row: {"dropped": result.dropped[row]} if row in result.dropped else {"advantage": advantage}
-        for row, advantage in enumerate(lesson.advantage_N.tolist())
-    }
-    records = {name: column.tolist() for name, column in teaching(result.records).items()}
-    for i, row in enumerate(records.get("row", [])):
-        if "ratio" not in lines[row]:
-            lines[row] |= {
-                "ratio": math.exp(records["log_ratio"][i]),
-                "lower": records["lower"][i],
-                "upper": records["upper"][i] if math.isfinite(records["upper"][i]) else None,
-                "kept": bool(records["kept"][i]),
-                "weight": records["weight"][i],
-            }
-    return lines

@@ -31,9 +31,9 @@ from hacrl.training.metrics import (
     pair_metrics,
     reward_of_parts,
     sampling_metrics,
-    uses,
     verification_metrics,
 )
+from hacrl.training.records import rollout_lines, trace_lines
 from hacrl.training.run_dir import RunDir
 from hacrl.training.schedule import learning_rate
 
@@ -165,9 +165,10 @@ class Trainer:
                         pair["omega_baseline"] = float(omega_KK[k, j])
                         agent_metrics |= {f"from_{source_id}/{name}": value for name, value in pair.items()}
             metrics |= {f"{agent_id}/{name}": value for name, value in agent_metrics.items()}
-        self._write_rollouts(rollouts, lessons, results)
+        self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts, lessons, results))
         if self.config.trace:
-            lines = [line for k in range(len(self.ids)) for line in self._trace(k, lessons[k], results[k])]
+            learned = zip(self.ids, lessons, results, strict=True)
+            lines = [line for own in learned for line in trace_lines(self.step, self.ids, *own)]
             self.run.write_step("trace", self.step, lines)
         return metrics
 
@@ -231,7 +232,8 @@ class Trainer:
         metrics["time/verify"] = verify_seconds
         if self.config.dynamic_sampling:
             metrics["prompts_discarded"] = discarded
-        self._write_rollouts(rollouts)  # before anything can go wrong with them
+        # Before anything can go wrong with them.
+        self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts))
         return [problem for problem, _ in chosen], rollouts, metrics
 
     def _next_problems(self, count: int) -> list[Problem]:
@@ -331,43 +333,6 @@ class Trainer:
         self.totals[k]["tokens_trained"] += int(result.metrics["tokens_trained"])
         self.totals[k]["dropped"] += len(result.dropped)
         self.totals[k]["nonfinite_updates"] += int(result.metrics["nonfinite_updates"])
-
-    def _write_rollouts(
-        self,
-        rollouts: Sequence[Sequence[Rollout]],
-        lessons: Sequence[Lesson] = (),
-        results: Sequence[LearnResult] = (),
-    ) -> None:
-        """One line for every rollout; after learning, with what it was to each learner."""
-        learners: dict[int, dict[str, Any]] = {id(rollout): {} for own in rollouts for rollout in own}
-        for learner, lesson, result in zip(self.ids, lessons, results, strict=False):
-            for row, use in uses(result, lesson).items():
-                learners[id(lesson.rollouts[row])][learner] = use
-        lines = []
-        for k, own in enumerate(rollouts):
-            for rollout in own:
-                use = {"learners": learners[id(rollout)]} if lessons else {}
-                lines.append({**rollout.record(self.ids[k]), **use})
-        self.run.write_step("rollouts", self.step, lines)
-
-    def _trace(self, k: int, lesson: Lesson, result: LearnResult) -> list[dict[str, Any]]:
-        """One line for every rollout the learner used in each update."""
-        records = {name: column.tolist() for name, column in result.records.items()}
-        lines = []
-        for i, row in enumerate(records.get("row", [])):
-            rollout = lesson.rollouts[row]
-            line = {
-                "step": self.step,
-                "learner": self.ids[k],
-                "source": self.ids[rollout.source],
-                "prompt_id": rollout.prompt_id,
-                "index": rollout.index,
-            }
-            for name, column in records.items():
-                if name not in ("row", "mean_weight"):
-                    line[name] = column[i]
-            lines.append(line)
-        return lines
 
     # --- held-out problems -------------------------------------------------------------------------
 
