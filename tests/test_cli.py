@@ -212,12 +212,13 @@ def test_dry_run(hacrl: Run) -> None:
 
 
 def test_dry_run_shows_the_first_prompt_and_looks_at_the_data(hacrl: Run) -> None:
-    rows = [{"prompt": "7+\x1b[31m7=", "answer": "14"}, {"prompt": "1+1=", "answer": "2"}]
+    rows = [{"prompt": f"{n}+\x1b[31m1=", "answer": str(n + 1)} for n in range(2)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["task.name=null", "task.reward=exact", "prompts_per_step=2"]
     result = hacrl("train", "tiny.yaml", *data, "task.train=rows.jsonl", "--dry-run")
     assert result.code == 0
-    assert "7+\\x1b[31m7=" in result.out or "1+1=" in result.out
+    (asked,) = [line for line in result.out.splitlines() if "+\\x1b[31m1=" in line]
+    assert f"Its answer: {int(asked.strip('│ ')[0]) + 1}" in result.out
     assert "\x1b[31m" not in result.out
     assert_refused(hacrl("train", "tiny.yaml", *data, "task.train=none.jsonl", "--dry-run"), "no data set none.jsonl")
     assert_refused(hacrl("train", "tiny.yaml", "task.name=gym:chain_sums", "--dry-run"), "did you mean chain_sum?")

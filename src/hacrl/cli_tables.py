@@ -34,7 +34,8 @@ def print_models(console: Console) -> None:
 
 
 def print_plan(console: Console, config: RunConfig) -> None:
-    from hacrl.training.plan import plan, step_seconds
+    from hacrl.training.browse import harmless, prompt_text
+    from hacrl.training.plan import first_problem, plan, step_seconds
     from hacrl.training.progress import duration
 
     plans = plan(config)
@@ -66,29 +67,13 @@ def print_plan(console: Console, config: RunConfig) -> None:
         f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
         "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
     )
-    print_first_problem(console, config)
-    console.print("The settings are valid. Lengths of prompts and devices are looked at when the run starts.")
-
-
-def print_first_problem(console: Console, config: RunConfig) -> None:
-    """What agents will be asked, where nothing has to be downloaded to know it."""
-    from hacrl.tasks import build_task
-    from hacrl.tasks.dataset import is_on_hub
-    from hacrl.training.browse import harmless, prompt_text
-
-    sources = [config.task, *config.task.mixture]
-    remote = [data for source in sources for data in (source.train, source.eval) if data and is_on_hub(data)]
-    if remote:
-        hubs = ", ".join(dict.fromkeys(remote))
-        console.print(f"{hubs}: read when the run starts.", highlight=False, markup=False, soft_wrap=True)
-        return
-    task, remarks = build_task(config.task, config.seed)
-    with task.verifier:
-        first = task.train(0, config.prompts_per_step)[0]
+    problem, remarks = first_problem(config)
     for remark in remarks:
         console.print(f"note {remark}", highlight=False, markup=False, soft_wrap=True)
-    console.print(Panel(prompt_text(first.prompt), title="the first prompt", title_align="left"))
-    console.print(Text.assemble("Its answer: ", harmless(first.answer)))
+    if problem is not None:
+        console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
+        console.print(Text.assemble("Its answer: ", harmless(problem.answer)))
+    console.print("The settings are valid. Lengths of prompts and devices are looked at when the run starts.")
 
 
 def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:

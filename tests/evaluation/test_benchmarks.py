@@ -343,7 +343,7 @@ def test_another_tokenizer_or_template_is_another_model(data: Path, tmp_path: Pa
     evaluate(data, tmp_path / "out", str(model))
     file = model / name
     file.write_text((file.read_text(encoding="utf-8") if file.is_file() else "") + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"with other settings: weights '\w{16}', now '\w{16}'"):
+    with pytest.raises(UserError, match=r"other settings: tokenizer, template or weights '\w{16}', now '\w{16}'"):
         evaluate(data, tmp_path / "out", str(model))
 
 

@@ -229,6 +229,14 @@ def test_rows_beyond_the_positions_of_the_model_are_dropped(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize(
+    "data", [{"file": "rows.jsonl", "split": "test"}, {"task": {"name": "arithmetic"}, "subset": "a"}]
+)
+def test_a_split_is_for_data_sets_of_the_hub(tmp_path: Path, data: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="split and subset are for data sets of the hub"):
+        make(tmp_path, data=data)
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "1=", "completion": " "}, r"rows.jsonl, line 2: the completion is empty. Add it, or remove"),

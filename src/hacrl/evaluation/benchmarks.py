@@ -43,6 +43,8 @@ SECONDS_BETWEEN_LINES = 30.0
 FILES_OF_WEIGHTS = (".safetensors", ".bin")
 FILES_OF_A_MODEL = (*FILES_OF_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 """With its configuration, tokenizer and chat template."""
+SHOWN = {"weights": "tokenizer, template or weights"}
+"""Settings whose names in eval.json do not say it all."""
 
 NOT_HERE = {
     "id": "it names the agent of a run",
@@ -183,7 +185,7 @@ def weights_of(model: str) -> str:
     if not folder.is_dir():
         return model
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in FILES_OF_A_MODEL):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in FILES_OF_A_MODEL and path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
@@ -232,7 +234,9 @@ class EvaluationDir:
                 settings = job.settings if name == job.set.name else job.agent_settings
                 changed = [key for key in settings if row["settings"].get(key) != settings[key]]
                 if changed:
-                    was = ", ".join(f"{key} {row['settings'].get(key)!r}, now {settings[key]!r}" for key in changed)
+                    was = ", ".join(
+                        f"{SHOWN.get(key, key)} {row['settings'].get(key)!r}, now {settings[key]!r}" for key in changed
+                    )
                     raise UserError(
                         f"{self.path} holds {name} of {agent['model']} with other settings: {was}. "
                         "Choose another --output."
@@ -368,8 +372,9 @@ def _sample(
         progress.update(task, advance=len(batch), rate=rate)
         if not progress.console.is_terminal and time.perf_counter() - said >= SECONDS_BETWEEN_LINES:
             said = time.perf_counter()
-            right = sum(line["reward"] or 0 for line in lines.values()) / len(lines)
-            so_far = f"{len(lines):,} of {len(job.wanted):,} completions, {100 * right:.1f} % right so far, {rate}"
+            judged = [line["reward"] for line in lines.values() if line["reward"] is not None]
+            right = 100 * sum(judged) / max(len(judged), 1)
+            so_far = f"{len(lines):,} of {len(job.wanted):,} completions, {right:.1f} % right so far, {rate}"
             _say(progress.console, f"{job.agent.id}: {job.set.name} {so_far}")
     return lines
 

@@ -128,6 +128,7 @@ def _beginning_with(first: list[int], order: list[int]) -> list[int]:
 
 
 def is_on_hub(source: str) -> bool:
+    """Whether it would be asked for there, because nothing here has that name."""
     path = Path(source).expanduser()
     return not path.exists() and bool(HUB_ID.fullmatch(source)) and path.suffix not in FILE_SUFFIXES
 

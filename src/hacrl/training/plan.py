@@ -9,6 +9,9 @@ from hacrl.agents.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.decoder.head import CHUNK_ELEMENTS
 from hacrl.execution.local import THREADS
+from hacrl.tasks import build_task
+from hacrl.tasks.dataset import is_on_hub
+from hacrl.tasks.problem import Problem
 from hacrl.training.speed import CORE, H200, H200_FLOAT32, Device, Shape, learning_seconds, sampling_seconds
 
 GIB = 2**30
@@ -42,6 +45,20 @@ def plan(config: RunConfig) -> list[AgentPlan]:
         plans.append(plan_agent(config, agent, shares_base=base in bases and config.execution == "local"))
         bases |= {base} - {None}
     return plans
+
+
+def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
+    """What agents will be asked first, None where it would have to be downloaded; and remarks for the user.
+
+    UserError if the run could not begin with this task.
+    """
+    sources = [config.task, *config.task.mixture]
+    remote = [data for source in sources for data in (source.train, source.eval) if data and is_on_hub(data)]
+    if remote:
+        return None, [f"{', '.join(dict.fromkeys(remote))}: read when the run starts."]
+    task, remarks = build_task(config.task, config.seed)
+    with task.verifier:
+        return task.train(0, config.prompts_per_step)[0], remarks
 
 
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> AgentPlan:

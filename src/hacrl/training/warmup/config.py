@@ -18,7 +18,7 @@ from hacrl.config import (
 )
 from hacrl.errors import UserError
 from hacrl.strict import Count, Positive, Strict
-from hacrl.task_config import TaskConfig
+from hacrl.task_config import TaskConfig, is_data_set
 from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
 
 
@@ -40,8 +40,8 @@ class DataConfig(Strict):
     def _one(self) -> Self:
         if (self.file is None) == (self.task is None):
             raise ValueError("give either file or task")
-        if self.task is not None and (self.split, self.subset) != ("train", None):
-            raise ValueError("split and subset are for a file")
+        if (self.split, self.subset) != ("train", None) and not is_data_set(self.file):
+            raise ValueError("split and subset are for data sets of the hub (org/name): remove them")
         return self
 
 
