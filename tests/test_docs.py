@@ -29,6 +29,8 @@ ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
 TASKS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 CODE = re.compile(r"`([^`]+)`")
+NAMED = re.compile(r"((?:`[\w.]+`(?:,\s+|\s+and\s+)?)+)\s+(?:in|of)\s+\[[^\]]+\]\(([^)\s]+\.py)\)")
+"""Functions and classes followed by the linked file they are in: `name` in [file.py](path/file.py)."""
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 
 
@@ -68,6 +70,43 @@ def test_relative_links_exist(page: Path) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{page.name} links to {target}"
         assert not anchor or linked.suffix != ".md" or anchor in headings(linked), f"{page.name} links to {target}"
+
+
+def definitions(path: Path) -> set[str]:
+    """Names a Python file defines at its top level, and `Class.member` for what is in the body of a class."""
+
+    def defined(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from defined(node.body, f"{node.name}.")
+
+    return set(defined(ast.parse(path.read_text(encoding="utf-8")).body))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_functions_are_defined_in_the_file_they_are_named_with(page: Path) -> None:
+    for names, target in NAMED.findall(page.read_text(encoding="utf-8")):
+        missing = set(CODE.findall(names)) - definitions(page.parent / target)
+        assert not missing, f"{page.name} says that {target} has {', '.join(missing)}"
+
+
+def test_the_papers_four_names_lead_to_the_code() -> None:
+    docstring = str(ast.get_docstring(ast.parse((PACKAGE / "algorithms" / "hacpo.py").read_text(encoding="utf-8"))))
+    mechanisms = dict(re.findall(r"^\d\. ([\w -]+?)  .*?([\w.]+)$", docstring, re.MULTILINE))
+    assert list(mechanisms) == [
+        "agent-capability-aware advantage estimation",
+        "model capabilities discrepancy coefficient",
+        "exponential importance sampling",
+        "stepwise clipping",
+    ]
+    prose = " ".join(ALGORITHM.split())
+    for name, home in mechanisms.items():
+        assert f"*{name}*" in prose
+        module, _, function = home.partition(".")
+        path = PACKAGE / "algorithms" / f"{module.lower()}.py"
+        assert {function, home} & definitions(path), f"{home} is not defined in {path.name}"
 
 
 def default_of(option: str) -> Any:

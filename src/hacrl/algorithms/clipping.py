@@ -21,10 +21,9 @@ def stepwise_lower_bound(update: int, delta: float, delta_step: float) -> float:
     return min(1.0 - delta + update * delta_step, 1.0)
 
 
-def stepwise_clip(ratio_N: Tensor, lower: float, alpha: float) -> tuple[Tensor, Tensor]:
-    """clip(s, lo_u, 1) * stopgrad(clip(s, lo_u, 1))^alpha and whether s lies in the band.
+def stepwise_clip(ratio_N: Tensor, lower: float) -> tuple[Tensor, Tensor]:
+    """clip(s, lo_u, 1) and whether s lies in the band.
 
     Outside the band there is no gradient, whatever the sign of the advantage.
     """
-    clipped_N = ratio_N.clamp(lower, 1.0)
-    return clipped_N * clipped_N.detach() ** alpha, (ratio_N >= lower) & (ratio_N <= 1.0)
+    return ratio_N.clamp(lower, 1.0), (ratio_N >= lower) & (ratio_N <= 1.0)

@@ -1,9 +1,9 @@
-"""HACPO (arXiv 2603.02604): everybody's rollouts, made safe by four mechanisms.
+"""HACPO (arXiv 2603.02604): everybody's rollouts, made safe by four mechanisms, under the paper's names.
 
-1. capability-aware advantages   advantage.capability_advantages
-2. the capability coefficient    omega(j, k) on foreign rollouts, below
-3. exponential importance        importance.exponential_ratio
-4. stepwise clipping             clipping.stepwise_clip
+1. agent-capability-aware advantage estimation    advantage.capability_advantages
+2. model capabilities discrepancy coefficient     omega(j, k) on foreign rollouts: HACPO.coefficients
+3. exponential importance sampling                importance.exponential_ratio
+4. stepwise clipping                              clipping.stepwise_clip
 
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
@@ -92,7 +92,7 @@ class HACPO(CapabilityAware):
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def _foreign_terms(self, sequences: Sequences, update: int) -> Terms:
-        """clip(s, lo_u, 1) * stopgrad(clip(s, lo_u, 1))^alpha * omega(j, k) * A."""
+        """c * stopgrad(min(c, 1))^alpha * omega(j, k) * A with c = clip(s, lo_u, 1), or c = s without a band."""
         in_bytes = self.ratio_unit == "byte"
         bytes_N = sequences.bytes_N.clamp(min=1)
         log_ratio_N = sequence_log_ratio(
@@ -101,17 +101,13 @@ class HACPO(CapabilityAware):
             sequences.old_logp_N,
             bytes_N if in_bytes else sequences.old_length_N,
         )
-        ratio_N = log_ratio_N.exp()
+        ratio_N, kept_N = log_ratio_N.exp(), has_gradient(log_ratio_N)
+        lower, upper = 0.0, torch.inf
         if self.cross_clip:
-            lower = stepwise_lower_bound(update, self.delta, self.delta_step)
-            upper = 1.0
-            weight_N, inside_N = stepwise_clip(ratio_N, lower, self.alpha)
-            kept_N = inside_N & has_gradient(log_ratio_N)
-        else:
-            lower, upper = 0.0, torch.inf
-            weight_N = exponential_ratio(ratio_N, self.alpha)
-            kept_N = has_gradient(log_ratio_N)
-        weight_N = weight_N * sequences.omega_N
+            lower, upper = stepwise_lower_bound(update, self.delta, self.delta_step), 1.0
+            ratio_N, inside_N = stepwise_clip(ratio_N, lower)
+            kept_N = kept_N & inside_N
+        weight_N = exponential_ratio(ratio_N, self.alpha) * sequences.omega_N
         return Terms(
             weight_N * sequences.advantage_N,
             log_ratio_N.detach(),

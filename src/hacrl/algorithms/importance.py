@@ -22,7 +22,10 @@ def has_gradient(log_ratio_N: Tensor) -> Tensor:
 
 
 def exponential_ratio(ratio_N: Tensor, alpha: float) -> Tensor:
-    """s * stopgrad(min(s, 1))^alpha: the further the learner is from the source, the less it moves."""
+    """s * stopgrad(min(s, 1))^alpha: the further the learner is from the source, the less it moves.
+
+    HACPO's exponential importance sampling. With a band, s is already clipped to it.
+    """
     return ratio_N * ratio_N.detach().clamp(max=1.0) ** alpha
 
 
