@@ -109,6 +109,13 @@ def test_the_papers_four_names_lead_to_the_code() -> None:
         assert {function, home} & definitions(path), f"{home} is not defined in {path.name}"
 
 
+def test_the_theory_names_its_tests_and_all_of_them() -> None:
+    theory = ALGORITHM[ALGORITHM.index("## 18.") :]
+    files = [ROOT / "tests" / "algorithms" / name for name in ("test_theory.py", "test_alignment.py")]
+    written = {name for path in files for name in definitions(path) if name.startswith("test_")}
+    assert set(re.findall(r"`(test_\w+)`", theory)) == written
+
+
 def default_of(option: str) -> Any:
     section, _, name = option.rpartition(".")
     match section:

@@ -1,30 +1,30 @@
-"""What docs/algorithm.md, section 18, says of robust HACPO, and why wrong foreign answers are left out."""
+"""What docs/algorithm.md, section 18, proves about robust HACPO, checked on its code."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacrl.algorithms import GSPO, HACPO, RobustHACPO, Sequences
+from hacrl.algorithms import GSPO, HACPO, RobustHACPO, Sequences, clipped_minimum
 
 law = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 DOUBLE = torch.float64
 
 
-def batch(seed: int, agents: int, prompts: int = 4, size: int = 3, tokens: int = 5) -> dict[str, torch.Tensor]:
-    """Rewards and log-probabilities of every agent's rollouts, as learner 0 sees them."""
+def batch(seed: int, sizes: list[int], graded: bool, prompts: int = 4, tokens: int = 5) -> dict[str, torch.Tensor]:
+    """Rewards and log-probabilities of `sizes[k]` rollouts of each agent on each prompt, as learner 0 sees them."""
     random = torch.Generator().manual_seed(seed)
-    N = agents * prompts * size
+    N = prompts * sum(sizes)
+    rewards_N = torch.rand(N, generator=random, dtype=DOUBLE)
     return {
-        "rewards_N": (torch.rand(N, generator=random) < 0.5).to(DOUBLE),
-        "prompt_N": torch.arange(prompts).repeat_interleave(size).repeat(agents),
-        "source_N": torch.arange(agents).repeat_interleave(prompts * size),
+        "rewards_N": rewards_N if graded else (rewards_N < 0.5).to(DOUBLE),
+        "prompt_N": torch.cat([torch.arange(prompts).repeat_interleave(size) for size in sizes]),
+        "source_N": torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes) * prompts),
         "logp_NT": -torch.rand(N, tokens, generator=random, dtype=DOUBLE) * 2,
         "old_logp_N": -torch.rand(N, generator=random, dtype=DOUBLE) * 2 * tokens,
     }
@@ -55,161 +55,151 @@ def evaluate(algorithm: GSPO | HACPO | RobustHACPO, data: dict[str, torch.Tensor
     return {"advantage_N": advantage_N, "source_N": source_N, "terms": terms, "gradient_NT": gradient_NT}
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+def foreign_advantages(rewards: list[float], n: int) -> torch.Tensor:
+    """A of the source's rollouts on one prompt; the first n rewards are the learner's own."""
+    source_N = torch.tensor([0] * n + [1] * (len(rewards) - n))
+    prompt_N = torch.zeros(len(rewards), dtype=torch.long)
+    result = RobustHACPO().advantages(torch.tensor(rewards, dtype=DOUBLE), prompt_N, source_N, 0, torch.ones(2, 2))
+    return result.advantage_N[n:]
+
+
+seeds, kinds = st.integers(0, 2**32 - 1), st.booleans()
+groups = st.lists(st.integers(1, 8), min_size=2, max_size=4)
+
+
+@given(seeds, kinds, groups)
 @law
-def test_the_own_part_is_gspo_to_the_bit(seed: int, agents: int) -> None:
-    data = batch(seed, agents)
-    alone, robust = (evaluate(algorithm, data, [0.5] * agents) for algorithm in (GSPO(), RobustHACPO()))
+def test_the_own_part_is_gspo_to_the_bit(seed: int, graded: bool, sizes: list[int]) -> None:
+    data = batch(seed, sizes, graded)
+    alone, robust = (evaluate(algorithm, data, [0.5] * len(sizes)) for algorithm in (GSPO(), RobustHACPO()))
     own_N = robust["source_N"] == 0
     assert torch.equal(robust["advantage_N"][own_N], alone["advantage_N"])
     assert torch.equal(robust["gradient_NT"][own_N], alone["gradient_NT"])
 
 
-@given(st.integers(0, 2**32 - 1))
+@given(seeds, kinds, groups)
 @law
-def test_an_agent_without_right_answers_changes_nothing(seed: int) -> None:
-    data = batch(seed, agents=3)
-    data["rewards_N"][data["source_N"] == 2] = 0.0
-    pair = {name: column[data["source_N"] < 2] for name, column in data.items()}
+def test_baselines_do_not_depend_on_foreign_rewards(seed: int, graded: bool, sizes: list[int]) -> None:
+    data = batch(seed, sizes, graded)
+    others = {**data, "rewards_N": torch.where(data["source_N"] == 0, data["rewards_N"], 1 - data["rewards_N"])}
+    first, second = (
+        RobustHACPO().advantages(d["rewards_N"], d["prompt_N"], d["source_N"], 0, torch.ones(len(sizes), len(sizes)))
+        for d in (data, others)
+    )
+    assert torch.equal(first.baseline_N, second.baseline_N)
+
+
+@given(seeds, kinds)
+@law
+def test_an_agent_without_right_answers_changes_nothing(seed: int, graded: bool) -> None:
+    """Agent 2 has no reward above the learner's own mean on any prompt."""
+    data = batch(seed, [3, 3, 3], graded)
+    own_N, last_N = data["source_N"] == 0, data["source_N"] == 2
+    own_mean_P = data["rewards_N"][own_N].view(-1, 3).mean(1)
+    data["rewards_N"][last_N] *= own_mean_P[data["prompt_N"][last_N]]
+    pair = {name: column[~last_N] for name, column in data.items()}
     three, two = evaluate(RobustHACPO(), data, [0.5, 0.4, 0.01]), evaluate(RobustHACPO(), pair, [0.5, 0.4])
-    others_N = three["source_N"] < 2
-    assert torch.equal(three["gradient_NT"][others_N], two["gradient_NT"])
-    assert not three["gradient_NT"][~others_N].any()
+    assert torch.equal(three["gradient_NT"][~last_N], two["gradient_NT"])
+    assert not three["gradient_NT"][last_N].any()
     # Under HACPO the learner's own advantages change.
     published = [
         evaluate(HACPO(), rows, c)["advantage_N"] for rows, c in ((data, [0.5, 0.4, 0.01]), (pair, [0.5, 0.4]))
     ]
-    if data["rewards_N"][data["source_N"] == 0].any():
-        assert not torch.allclose(published[0][others_N], published[1])
+    if data["rewards_N"][own_N].any():
+        assert not torch.allclose(published[0][~last_N], published[1])
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 8))
+@given(seeds, kinds, st.integers(1, 8), st.integers(1, 8))
 @law
-def test_weights_and_advantages_are_bounded(seed: int, size: int) -> None:
-    data = batch(seed, agents=2, size=size)
+def test_weights_and_advantages_are_bounded(seed: int, graded: bool, n: int, m: int) -> None:
+    data = batch(seed, [n, m], graded)
     result = evaluate(RobustHACPO(), data, [0.2, 0.8])
     foreign_N = result["source_N"] == 1
     advantage_N, weight_N = result["advantage_N"][foreign_N], result["terms"].weight_N[foreign_N]
     assert (weight_N <= 1).all()
     assert (weight_N > 0).all()
     assert (advantage_N >= 0).all()
-    assert (advantage_N <= math.sqrt(2 * size)).all()
+    assert (advantage_N <= math.sqrt((1 + 1 / n) * (n + m - 1) if graded else n + m)).all()
+    assert (advantage_N.view(-1, m).mean(1) <= math.sqrt((1 / n + 1 / m) * (n + m - 1))).all()
     # d term / d logp_t = w A / len, so the norm by the mean log-probability is w A.
     slope_N = result["gradient_NT"][foreign_N].sum(1) * int(foreign_N.sum())
     torch.testing.assert_close(slope_N, weight_N * advantage_N)
 
 
-def test_the_bound_on_advantages_is_reached() -> None:
-    """One right answer of the source among 2 G."""
-    rewards_N = torch.tensor([0.0] * 4 + [1.0, 0.0, 0.0, 0.0], dtype=DOUBLE)
-    source_N = torch.tensor([0] * 4 + [1] * 4)
-    result = RobustHACPO().advantages(rewards_N, torch.zeros(8, dtype=torch.long), source_N, 0, torch.ones(2, 2))
-    assert result.advantage_N.max() == pytest.approx(math.sqrt(8), rel=1e-5)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 2), (4, 4), (8, 8), (3, 5), (6, 2)])
+def test_the_bounds_on_advantages_are_reached(n: int, m: int) -> None:
+    """Own rewards 0; the source's: one right answer among wrong ones, among half-right ones, and all of them right."""
+    binary = foreign_advantages([0.0] * n + [1.0] + [0.0] * (m - 1), n)
+    graded = foreign_advantages([0.0] * n + [1.0] + [1 / (n + 1)] * (m - 1), n)
+    assert float(binary.max()) == pytest.approx(math.sqrt(n + m), rel=1e-5)
+    assert float(graded.max()) == pytest.approx(math.sqrt((1 + 1 / n) * (n + m - 1)), rel=1e-5)
+    if n == m:
+        assert float(graded.max()) == pytest.approx(math.sqrt(2 * n + 1 - 1 / n), rel=1e-5)
+    mean = float(foreign_advantages([0.0] * n + [1.0] * m, n).mean())
+    assert mean == pytest.approx(math.sqrt((1 / n + 1 / m) * (n + m - 1)), rel=1e-5)
+
+
+@pytest.mark.parametrize("G", [2, 4, 8])
+def test_the_variance_of_the_foreign_part_is_that_of_prompts_not_of_rollouts(G: int) -> None:
+    """All rollouts of a prompt alike, the gradient of a prompt +1 or -1: the bound (4 - 2 / G) L^2 / P is reached."""
+    P = 3
+    source_N = torch.arange(2).repeat_interleave(P * G)
+    data = {
+        "rewards_N": source_N.to(DOUBLE),
+        "prompt_N": torch.arange(P).repeat_interleave(G).repeat(2),
+        "source_N": source_N,
+        "logp_NT": torch.zeros(len(source_N), 5, dtype=DOUBLE),
+        "old_logp_N": torch.zeros(len(source_N), dtype=DOUBLE),
+    }
+    slope_P = evaluate(RobustHACPO(), data, [0.5, 0.5])["gradient_NT"].view(2, P, -1)[1].sum(1)
+    directions_SP = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=P)), dtype=DOUBLE)
+    variance = float((directions_SP @ slope_P).var(correction=0))
+    assert variance == pytest.approx((4 - 2 / G) / P, rel=1e-5)
+    assert variance > 2 * G / (P * G)  # 2 G L^2 / N, which would hold if all N rollouts were independent
 
 
 def test_hacpos_baseline_is_biased_where_agents_are_good_at_different_things() -> None:
-    """Equal capabilities, each able on half of the prompts: mu_k is 1/2 everywhere, k's success rate nowhere."""
-    random = torch.Generator().manual_seed(0)
-    P, G = 400, 8
-    rate_KP = torch.tensor([[0.9, 0.1], [0.1, 0.9]], dtype=DOUBLE).repeat_interleave(P // 2, 1)
+    """Equal capabilities, each able on half of the prompts: mu_k is 1/2 everywhere, k's success rate nowhere.
+
+    Baselines are linear in the rewards, so success rates in their place give the exact expectations.
+    """
+    P, G = 4, 8
+    rate_KP = torch.tensor([[0.9, 0.9, 0.1, 0.1], [0.1, 0.1, 0.9, 0.9]], dtype=DOUBLE)
     prompt_N = torch.arange(P).repeat_interleave(G).repeat(2)
     source_N = torch.arange(2).repeat_interleave(P * G)
-    rewards_N = (torch.rand(2 * P * G, generator=random, dtype=DOUBLE) < rate_KP[source_N, prompt_N]).to(DOUBLE)
-    true_N = rate_KP[0, prompt_N]
-    easy_N = prompt_N < P // 2
-    errors = {}
-    for algorithm in (HACPO(), RobustHACPO()):
-        result = algorithm.advantages(rewards_N, prompt_N, source_N, 0, algorithm.omega([0.5, 0.5]))
-        errors[algorithm.name] = float((result.baseline_N - true_N)[easy_N].mean())
-    assert errors["hacpo"] == pytest.approx(-0.4, abs=0.02)
-    assert errors["hacpo_robust"] == pytest.approx(0.0, abs=0.02)
+    rates_N = rate_KP[source_N, prompt_N]
+    expected = {HACPO(): [-0.4, -0.4, 0.4, 0.4], RobustHACPO(): [0.0] * 4}
+    for algorithm, error_P in expected.items():
+        result = algorithm.advantages(rates_N, prompt_N, source_N, 0, algorithm.omega([0.5, 0.5]))
+        error_N = result.baseline_N - rate_KP[0, prompt_N]
+        torch.testing.assert_close(error_N, torch.tensor(error_P, dtype=DOUBLE)[prompt_N])
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Alignment: exact expectations for policies over sequences of T tokens, each position with its own softmax
-# ------------------------------------------------------------------------------------------------------------
-
-T, V = 6, 4
-ANSWERS = np.array(list(itertools.product(range(V), repeat=T)))
-
-
-def log_probabilities(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every answer, and its gradient by the logits, flat."""
-    table = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    gradient = np.tile(-np.exp(table), (len(ANSWERS), 1, 1))
-    gradient[np.arange(len(ANSWERS))[:, None], np.arange(T), ANSWERS] += 1
-    return table[np.arange(T), ANSWERS].sum(1), gradient.reshape(len(ANSWERS), -1)
+def test_a_biased_baseline_turns_the_sign_of_graded_rewards_and_not_of_binary_ones() -> None:
+    """Own rewards 0.7 and 1 beside two of 0.1: HACPO rates the 0.7 above average, which for the learner it is not."""
+    prompt_N, source_N = torch.zeros(4, dtype=torch.long), torch.tensor([0, 0, 1, 1])
+    for rewards, published, robust in (([0.7, 1.0, 0.1, 0.1], 1, -1), ([0.0, 1.0, 0.0, 0.0], -1, -1)):
+        for algorithm, sign in ((HACPO(), published), (RobustHACPO(), robust)):
+            rewards_N = torch.tensor(rewards, dtype=DOUBLE)
+            result = algorithm.advantages(rewards_N, prompt_N, source_N, 0, algorithm.omega([0.5, 0.5]))
+            assert result.advantage_N[0].sign() == sign
 
 
-def alignments(pairs: int) -> dict[str, np.ndarray]:
-    """Cosine of each foreign part with the true gradient of the learner's success rate, for random pairs."""
-    random = np.random.default_rng(0)
-    cosines: dict[str, list[float]] = {}
-    for _ in range(pairs):
-        target = random.integers(0, V, T)
-        right = (target == ANSWERS).sum(1) >= T - 1
-        logps, gradients = [], []
-        for logits in random.normal(0, 1, (2, T, V)):
-            logits[np.arange(T), target] += random.uniform(0.5, 2.5)
-            logp, gradient = log_probabilities(1.5 * logits)
-            logps.append(logp)
-            gradients.append(gradient)
-        learner, source = np.exp(logps[0]), np.exp(logps[1])
-        success = learner[right].sum()
-        truth = (learner * (right - success)) @ gradients[0]
-        s, exact = np.exp((logps[0] - logps[1]) / T), learner / source
-        band = (s >= 0.8) & (s <= 1)
-        parts = {
-            "right": np.minimum(s, 1) * right,
-            "wrong": np.minimum(s, 1) * ~right,
-            "wrong, band": s * band * ~right,
-            "wrong, exact ratio": np.minimum(exact, 1) * ~right,
-        }
-        for name, weight in parts.items():
-            foreign = (source * weight * (right - success)) @ gradients[0]
-            cosine = foreign @ truth / max(np.linalg.norm(foreign) * np.linalg.norm(truth), 1e-300)
-            cosines.setdefault(name, []).append(cosine)
-    return {name: np.array(values) for name, values in cosines.items()}
-
-
-def test_right_foreign_answers_point_the_learners_way_and_wrong_ones_do_not() -> None:
-    found = alignments(300)
-    assert found["right"].mean() == pytest.approx(0.75, abs=0.05)
-    assert (found["right"] < 0).mean() < 0.05
-    for name in ("wrong", "wrong, band", "wrong, exact ratio"):
-        assert found[name].mean() < 0
-        assert (found[name] < 0).mean() > 0.6
-
-
-def test_own_answers_need_no_such_care() -> None:
-    """On-policy both parts point the learner's way: the score has mean 0, so each is the other's complement."""
-    random = np.random.default_rng(1)
-    for _ in range(20):
-        target = random.integers(0, V, T)
-        right = (target == ANSWERS).sum(1) >= T - 1
-        logits = random.normal(0, 1, (T, V))
-        logits[np.arange(T), target] += 1
-        logp, gradient = log_probabilities(logits)
-        learner = np.exp(logp)
-        success = learner[right].sum()
-        truth = (learner * (right - success)) @ gradient
-        for part in (right, ~right):
-            own = (learner * part * (right - success)) @ gradient
-            assert own @ truth > 0.99 * np.linalg.norm(own) * np.linalg.norm(truth)
-
-
-@given(st.integers(0, 2**32 - 1))
+@given(seeds, groups)
 @law
-def test_in_the_natural_gradient_right_answers_never_harm(seed: int) -> None:
-    """A softmax over answers: dJ along F^-1 (sum of u(y) grad log p(y)) is (1 - J) sum u for u on right answers."""
-    random = np.random.default_rng(seed)
-    n = 12
-    p = random.dirichlet(np.ones(n))
-    right = random.random(n) < 0.5
-    u = random.random(n) * right
-    score = np.eye(n) - p  # row y: gradient of log p(y) by the logits
-    fisher = (p[:, None] * score).T @ score
-    success = p[right].sum()
-    truth = (p * (right - success)) @ score
-    derivative = truth @ np.linalg.pinv(fisher) @ (u @ score)
-    assert derivative == pytest.approx((1 - success) * u.sum(), abs=1e-8)
+def test_hacpo_never_turns_the_sign_of_binary_rewards(seed: int, sizes: list[int]) -> None:
+    """The guard keeps mu within the range of the rewards."""
+    data = batch(seed, sizes, graded=False)
+    capabilities = torch.rand(len(sizes), generator=torch.Generator().manual_seed(seed)) + 0.05
+    advantage_N = evaluate(HACPO(), data, capabilities.tolist())["advantage_N"]
+    right_N = data["rewards_N"] == 1
+    assert (advantage_N[right_N] >= 0).all()
+    assert (advantage_N[~right_N] <= 0).all()
+
+
+def test_gspos_clip_stops_wrong_answers_below_its_band_and_right_ones_above() -> None:
+    """What `naive` does to foreign rollouts, most of which have s below the band."""
+    ratio_N = torch.tensor([0.3, 0.9, 1.0, 1.1, 3.0], dtype=DOUBLE)
+    for sign, kept in ((1.0, [True, True, True, False, False]), (-1.0, [False, False, True, True, True])):
+        _, kept_N = clipped_minimum(ratio_N, torch.full_like(ratio_N, sign), GSPO.epsilon, GSPO.epsilon_high)
+        assert kept_N.tolist() == kept
