@@ -148,6 +148,84 @@ def test_alignment_at_five_overlaps(family: str) -> None:
     assert min(opposed["binary", "wrong"][2:]) > 0.5
 
 
+def right_and_all(policy_TV: np.ndarray, learner_TV: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """E[right g], E[g] and the chance of a right answer under `policy_TV`, for independent tokens of any number.
+
+    An answer is right if at most one token is not word 0; g belongs to `learner_TV`.
+    """
+    hit_T = policy_TV[:, 0]
+    others_hit_T = np.exp(np.log(hit_T).sum() - np.log(hit_T))
+    odds_T = (1 - hit_T) / hit_T
+    joint_TV = policy_TV * others_hit_T[:, None]
+    joint_TV[:, 0] *= 1 + odds_T.sum() - odds_T
+    right = float(hit_T.prod() * (1 + odds_T.sum()))
+    return (joint_TV - right * learner_TV).ravel(), (policy_TV - learner_TV).ravel(), right
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+def long_pairs(T: int, lead: float, overlap: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token probabilities of learners and sources that prefer word 0, moved together as in `at_overlap`.
+
+    Only learners with a success rate of 0.2 to 0.5 are taken.
+    """
+    random = np.random.default_rng(0)
+    logits_N2TV = random.normal(0, 1, (300, 2, T, 4))
+    logits_N2TV[..., 0] += lead + random.uniform(-1, 1, (300, 2, 1))
+    drawn = [(k_TV, j_TV) for k_TV, j_TV in 1.5 * logits_N2TV if 0.2 < right_and_all(*2 * [softmax(k_TV)])[2] < 0.5]
+    assert len(drawn) > 30
+    k_NTV, j_NTV = (np.array(side) for side in zip(*drawn, strict=True))
+
+    def mean_s(share: float) -> float:
+        return float(tilted(softmax(k_NTV), softmax(k_NTV + share * (j_NTV - k_NTV))).sum(2).prod(1).mean())
+
+    near, far = 0.0, 2.0
+    for _ in range(16):
+        middle = (near + far) / 2
+        near, far = (middle, far) if mean_s(middle) > overlap else (near, middle)
+    assert mean_s(near) == pytest.approx(overlap, abs=1e-3)
+    return list(zip(softmax(k_NTV), softmax(k_NTV + near * (j_NTV - k_NTV)), strict=True))
+
+
+def tilted(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """s p_j of independent tokens, a product over the T tokens of the last but one dimension as p_j is."""
+    T = p.shape[-2]
+    return q ** (1 - 1 / T) * p ** (1 / T)
+
+
+def long_cosines(p_TV: np.ndarray, q_TV: np.ndarray) -> tuple[float, float]:
+    """Cosines of E_j[s (R - J) g] with the gradient of J, over right answers and over both."""
+    tilted_TV = tilted(p_TV, q_TV)
+    right_D, all_D, _ = right_and_all(tilted_TV / tilted_TV.sum(1, keepdims=True), p_TV)
+    truth_D, _, success = right_and_all(p_TV, p_TV)
+    return cosine(right_D, truth_D), cosine(right_D - success * all_D, truth_D)
+
+
+def test_alignment_of_longer_answers_at_one_overlap() -> None:
+    """The second table of the docs: a mean s of 0.9, from 6 to 96 tokens."""
+    columns = []
+    for T, lead in ((6, 1.5), (12, 2.2), (24, 2.8), (48, 3.4), (96, 4.0)):
+        drawn = long_pairs(T, lead, 0.9)
+        divergence = np.mean([(q_TV * np.log(q_TV / p_TV)).sum() for p_TV, q_TV in drawn])
+        columns.append((divergence, *np.mean([long_cosines(p_TV, q_TV) for p_TV, q_TV in drawn], axis=0)))
+    for name, digits, values in zip(("KL divergence", "right", "both"), (1, 2, 2), np.transpose(columns), strict=True):
+        line = f"| {name} | {' | '.join(f'{value:.{digits}f}' for value in values)} |"
+        assert f"{line}\n" in ALGORITHM, line
+
+
+def test_the_closed_form_for_long_answers_is_the_sum_over_all_answers() -> None:
+    policies = FAMILIES["independent tokens"]
+    reward_N = ((policies.answers_NT == 0).sum(1) >= 5).astype(float)
+    for p_TV, q_TV in long_pairs(6, 1.5, 0.9)[:5]:
+        k_N, j_N, s_N = ratios(policies, np.log(p_TV), np.log(q_TV))
+        truth_D, score_ND = policies.gradient(np.log(p_TV), reward_N), policies.score(np.log(p_TV))
+        advantage_N = reward_N - k_N @ reward_N
+        expected = [cosine((j_N * s_N * part_N * advantage_N) @ score_ND, truth_D) for part_N in (reward_N, 1)]
+        assert list(long_cosines(p_TV, q_TV)) == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_the_exact_ratio_foreign_rollouts_give_the_true_gradient(family: str) -> None:
     """E_j[p_k / p_j (R - b) g] = E_k[(R - b) g] for every b; for binary rewards each sign alone is a multiple of it."""

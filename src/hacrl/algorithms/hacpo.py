@@ -53,8 +53,8 @@ class HACPO(CapabilityAware):
         super().__post_init__()
         if not 0 < self.delta <= 1:
             raise ValueError(
-                f"delta must lie in (0, 1], but is {self.delta}; the paper's table 5 prints the "
-                "lower bound 1 - delta (0.8) under this name"
+                f"delta must lie in (0, 1], but is {self.delta}; table 5 of the paper, version 1, prints "
+                "the lower bound 1 - delta (0.8) under this name"
             )
 
     def check_schedule(self, updates_per_step: int) -> None:
