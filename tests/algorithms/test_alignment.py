@@ -139,8 +139,11 @@ def test_alignment_at_five_overlaps(family: str) -> None:
         for key, values in cosines.items():
             found.setdefault(key, []).append(values)
     for (kind, part), values in found.items():
-        cells = " | ".join(f"{np.mean(column):.2f}" for column in values)
-        assert f"| {family} | {kind} | {part} | {cells} |\n" in ALGORITHM, f"| {family} | {kind} | {part} | {cells} |"
+        if part == "both, exact ratio":
+            assert np.min(values) > 1 - 1e-9
+            continue
+        line = f"| {family}, {kind} | {part} | {' | '.join(f'{np.mean(column):.2f}' for column in values)} |"
+        assert f"{line}\n" in ALGORITHM, line
     opposed = {key: [np.mean(np.array(column) < 0) for column in values] for key, values in found.items()}
     assert max(opposed["binary", "right"]) <= 0.05
     assert max(opposed["graded", "right"]) <= 0.2

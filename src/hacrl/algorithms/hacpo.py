@@ -1,4 +1,6 @@
-"""HACPO (arXiv 2603.02604): everybody's rollouts, made safe by four mechanisms, under the paper's names.
+"""HACPO (arXiv 2603.02604): GSPO on everybody's rollouts, made safe by four mechanisms.
+
+The paper's names for them, and the functions that compute them:
 
 1. agent-capability-aware advantage estimation    advantage.capability_advantages
 2. model capabilities discrepancy coefficient     omega(j, k) on foreign rollouts: HACPO.coefficients
