@@ -39,6 +39,8 @@ class Rollout:
     # The learner's log-probabilities, token by token in the learner's own tokenization.
     logps: tuple[float, ...]
     num_bytes: int = 1
+    # The learner's own log-probabilities of the same tokens before its first update of the step.
+    own_old_logps: tuple[float, ...] | None = None
     # The starting model's log-probabilities of the same tokens as `logps`; only for the KL.
     ref_logps: tuple[float, ...] | None = None
     # The learner could not retokenize it: it counts in mu and sigma, but in no mean of the objective.
@@ -68,6 +70,8 @@ class Options:
     cross_weight: float = 1.0
     beta: float = 0.0
     reward_min: float = 0.0
+    # Naive sharing: what the ratio of a foreign rollout is taken against.
+    ratio: str = "source"
     # The other methods that share rollouts.
     share: float = 0.5
     cap: float = 2.0
@@ -218,13 +222,19 @@ def byte_log_ratio(logps: Sequence[float], old_logps: Sequence[float], num_bytes
     return clip(raw, -LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
-def log_ratio_and_slope(rollout: Rollout, k: int, ratio_unit: str = "token") -> tuple[float, float]:
+def log_ratio_and_slope(
+    rollout: Rollout, k: int, ratio_unit: str = "token", against: str = "source"
+) -> tuple[float, float]:
     """The log-ratio and its derivative by any one of the learner's token log-probabilities.
 
     Bytes make two tokenizers comparable, so they apply to foreign rollouts only. The clamp is flat: where it
     bites the derivative is zero.
     """
-    if ratio_unit == "byte" and rollout.source != k:
+    if against == "own" and rollout.source != k:
+        assert rollout.own_old_logps is not None
+        value = sequence_log_ratio(rollout.logps, rollout.own_old_logps)
+        slope = 1.0 / len(rollout.logps)
+    elif ratio_unit == "byte" and rollout.source != k:
         value = byte_log_ratio(rollout.logps, rollout.old_logps, rollout.num_bytes)
         slope = 1.0 / rollout.num_bytes
     else:
@@ -481,7 +491,8 @@ def objective(
                 total += _token_level(rollout, advantage, options, weight, result.gradient[i])
                 continue
             unit = options.ratio_unit if options.algorithm == "hacpo" else "token"
-            log_s, slope = log_ratio_and_slope(rollout, k, unit)
+            against = options.ratio if options.algorithm == "naive" else "source"
+            log_s, slope = log_ratio_and_slope(rollout, k, unit, against)
             s = math.exp(log_s)
             if options.algorithm in RIVALS and rollout.source != k:
                 omega_jk = omega(capabilities, rollout.source, k)

@@ -166,7 +166,7 @@ def test_options_of_the_other_ways_to_share_are_those_of_the_code() -> None:
     documented = {(CODE.findall(row[0])[0], CODE.findall(row[1])[0]): yaml.safe_load(row[2].strip("`")) for row in rows}
     common = {"name", "beta", "epsilon", "epsilon_high", "capability"}
     options = {name: {f.name for f in dataclasses.fields(ALGORITHMS[name])} - common for name, _ in documented}
-    assert options.keys() == {"swarm", "ftis", "success_gated", "luffy", "hacpo_robust"}
+    assert options.keys() == {"naive", "swarm", "ftis", "success_gated", "luffy", "hacpo_robust"}
     assert documented == {
         (name, option): getattr(ALGORITHMS[name](), option) for name, own in options.items() for option in own
     }

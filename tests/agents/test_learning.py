@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[Algorithm, int]] = {
     "grpo, beta": (GRPO(beta=0.3), 1),
     "naive": (Naive(), 2),
     "naive, three, beta": (Naive(beta=0.3), 3),
+    "naive, own ratio": (Naive(ratio="own"), 2),
+    "naive, own ratio, three, beta": (Naive(ratio="own", beta=0.3), 3),
     "hacpo, alone": (HACPO(), 1),
     "hacpo": (HACPO(), 2),
     "hacpo, three": (HACPO(), 3),
@@ -203,12 +206,13 @@ def test_the_fast_gradient_is_the_plain_one(case: str, rollouts: dict[str, list[
     if agents > 1:
         assert (foreign & needed).any()
         leaves_out = isinstance(algorithm, HACPO | Naive | FTIS) and case != "hacpo, no cross clip"
-        assert (foreign & teaches & ~needed).any() == leaves_out
+        if not algorithm.rescores_foreign:  # then the clip acts from the second update on, if at all
+            assert (foreign & teaches & ~needed).any() == leaves_out
 
 
 WRITTEN_OUT = ["gspo, beta", "grpo, beta", "naive", "hacpo, three", "hacpo, three, beta, bytes"]
 WRITTEN_OUT += ["swarm, three, beta", "ftis", "ftis, three", "success_gated, three", "luffy, three, beta"]
-WRITTEN_OUT += ["hacpo_robust, three, beta"]
+WRITTEN_OUT += ["hacpo_robust, three, beta", "naive, own ratio, three, beta"]
 
 
 @pytest.mark.parametrize("case", WRITTEN_OUT)
@@ -260,6 +264,8 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
         prompt, source = agent.render(rollout.prompt), rollout.source
         logp_T = logprobs_one_by_one(agent.model, prompt, ids, TEMPERATURE)[range(len(ids)), ids]
         old_T = torch.tensor(rollout.logps, dtype=torch.float64)
+        if algorithm.rescores_foreign and source:
+            old_T = logp_T.detach()  # the learner has not moved
         count = num_in_mean(algorithm, sources, source)
         if isinstance(algorithm, RIVALS) and source:
             same = rollout.vocabulary == agent.retokenizer.vocabulary
@@ -564,6 +570,23 @@ def test_recomputed_logprobs_hold_for_every_token_and_not_for_others_rollouts(
     grpo = exact(make_agent(GRPO(), recompute_logprobs=True))
     result = grpo.learn(lesson_of(lesson.rollouts[:12]))
     assert abs(result.records["weight"] - 1).max() < 1e-12
+
+
+def test_foreign_ratios_can_be_taken_to_the_learner_before_its_first_update(
+    rollouts: dict[str, list[list[Rollout]]], exact: Any
+) -> None:
+    """Other tokens than the source's, and a first update that moves the learner."""
+    algorithm = Naive(ratio="own")
+    lesson = lesson_for(algorithm, 2, rollouts, [[0, 1, 2]] * 2)
+    agent = exact(make_agent(algorithm, trace=True))
+    records = agent.learn(dataclasses.replace(lesson, learning_rate=0.5)).records
+    foreign = np.array([lesson.rollouts[row].source == 1 for row in records["row"].tolist()])
+    first, second = (foreign & (records["update"] == update) for update in range(2))
+    assert first.sum() == second.sum() > 3
+    assert abs(records["log_ratio"][first]).max() < 1e-12
+    moved = (records["logp_sum"][second] - records["logp_sum"][first]) / records["num_tokens"][first]
+    assert abs(moved).max() > 1e-6
+    assert records["log_ratio"][second] == pytest.approx(moved, abs=1e-12)
 
 
 def test_old_logprobs_are_scored_anew_when_memory_runs_out_between_them(

@@ -21,10 +21,12 @@ RIVAL_OPTIONS["hacpo_robust"] = "cross_weight foreign truncate cross_omega ratio
 
 def build(options: Options) -> Algorithm:
     """The algorithm of hacrl that the reference's options describe."""
-    clip = {"epsilon": options.eps_low, "epsilon_high": options.eps_high, "beta": options.beta}
+    clip: dict[str, object] = {"epsilon": options.eps_low, "epsilon_high": options.eps_high, "beta": options.beta}
     if options.algorithm in RIVAL_OPTIONS:
         names = RIVAL_OPTIONS[options.algorithm].split()
         return ALGORITHMS[options.algorithm](**clip, **{name: getattr(options, name) for name in names})
+    if options.algorithm == "naive":
+        clip["ratio"] = options.ratio
     if options.algorithm != "hacpo":
         return ALGORITHMS[options.algorithm](**clip)
     same_name = (
@@ -65,9 +67,11 @@ def seen_by(
         center = sum(rollout.old_logps) / len(rollout.old_logps) - 0.1 + rng.gauss(0, foreign_spread)
         noise = [rng.gauss(0, 0.3) for _ in range(rng.randint(1, 6))]
         logps = [center + x - sum(noise) / len(noise) for x in noise]
+    before = random.Random(repr(logps))  # apart, so that it changes no other number
     return replace(
         rollout,
         logps=tuple(logps),
+        own_old_logps=tuple(logp + before.gauss(0, own_spread) for logp in logps),
         ref_logps=tuple(logp + rng.gauss(0, 0.3) for logp in logps),
         dropped=rollout.source != learner and rng.random() < dropped_share,
     )
@@ -122,9 +126,16 @@ class Outcome:
 
 
 def make_sequences(
-    rollouts: Sequence[Rollout], learner: int, advantage_N: Tensor, omega_N: Tensor, by_token: bool = False
+    rollouts: Sequence[Rollout],
+    learner: int,
+    advantage_N: Tensor,
+    omega_N: Tensor,
+    by_token: bool = False,
+    rescored: bool = False,
 ) -> Sequences:
     """Tensors of a batch. The padding holds values that would show in any sum that forgot the mask."""
+    if rescored:
+        rollouts = [r if r.source == learner else replace(r, old_logps=r.own_old_logps or ()) for r in rollouts]
     width = max(max(len(r.logps), len(r.old_logps)) for r in rollouts) + 2
     logp_NT = padded([r.logps for r in rollouts], width, -3.7).requires_grad_()
     mask_NT = padded([[1.0] * len(r.logps) for r in rollouts], width, 0.0).bool()
@@ -174,6 +185,7 @@ def run(
         advantages.advantage_N[rows],
         algorithm.coefficients(source_N, learner, omega_KK),
         by_token=isinstance(algorithm, FTIS),
+        rescored=algorithm.rescores_foreign,
     )
     terms = algorithm.terms(sequences, update)
     value = (terms.objective_N * algorithm.mean_weights(source_N, learner)).sum()

@@ -469,6 +469,8 @@ VARIANTS = [
     *[default_options(name) for name in ("grpo", "gspo", "naive", "hacpo")],
     *[replace(default_options(name), beta=0.03) for name in ("grpo", "gspo", "naive", "hacpo")],
     Options("gspo", eps_low=1e-3, eps_high=2e-4),
+    Options("naive", ratio="own"),
+    Options("naive", ratio="own", beta=0.03, eps_low=1e-3),
     # The ablations, each one option.
     Options(baseline="joint"),
     Options(cross_omega=False),
@@ -611,6 +613,7 @@ def test_single_precision_stays_close() -> None:
     "options",
     [
         *map(default_options, ("gspo", "naive", *RIVAL_OPTIONS)),
+        Options("naive", ratio="own"),
         Options(),
         Options(alpha=3.0),
         Options(cross_clip=False),
@@ -631,6 +634,8 @@ def test_terms_describe_themselves(options: Options) -> None:
         for row, i in enumerate(got.used):
             rollout = rollouts[i]
             expected = reference_log_ratio(rollout.logps, rollout.old_logps)
+            if options.ratio == "own" and rollout.source != 0:
+                expected = reference_log_ratio(rollout.logps, rollout.own_old_logps or ())
             if options.algorithm == "hacpo_robust" and rollout.source != 0:
                 expected = (math.fsum(rollout.logps) - math.fsum(rollout.old_logps)) / len(rollout.logps)
             assert float(terms.log_ratio_N[row]) == close(expected)

@@ -19,6 +19,7 @@ WIDE = {"eps_low": 0.1, "eps_high": 0.15}
         Options("grpo", eps_low=0.2, eps_high=0.28, beta=0.05),
         Options("gspo", **WIDE, beta=0.05),
         Options("naive", **WIDE),
+        Options("naive", ratio="own", **WIDE),
         Options("hacpo", **WIDE, beta=0.05, cross_weight=0.5),
         Options("hacpo", **WIDE, alpha=0.0),
         Options("hacpo", **WIDE, alpha=3.0, ratio_unit="byte"),

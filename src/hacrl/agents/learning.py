@@ -86,7 +86,7 @@ class Learner(Updater):
         lesson = Lesson(chosen[0].step, [], chosen, ones_N, ones_N, [list(range(len(prompts)))], learning_rate=0.0)
         with self.policy.driven():
             work = LearningStep(self, lesson, prompts, {row: r.token_ids for row, r in enumerate(chosen)})
-            work.score_old()
+            work.score_old(own=True)
         for row, logps in work.old_logps.items():
             chosen[row].learner_logps = logps.tolist()
 
@@ -102,7 +102,7 @@ class LearningStep:
         self.source_N = torch.tensor([rollout.source for rollout in lesson.rollouts])
         self.advantages, self.omegas = lesson.advantage_N.tolist(), lesson.omega_N.tolist()
         self.old_logps: dict[int, np.ndarray] = {}
-        """The learner's own log-probabilities of its rollouts before the first update, where these are preferred."""
+        """The learner's own log-probabilities before the first update, of the rollouts whose ratio is taken to them."""
         self.ahead = {
             row: rollout.learner_logps
             for row, rollout in enumerate(lesson.rollouts)
@@ -112,8 +112,6 @@ class LearningStep:
         own = (rollout for rollout in lesson.rollouts if rollout.source == learner.index)
         self.stale = any(rollout.policy_version != learner.updates for rollout in own)
         """There have been updates since: the learner of now says nothing about the sampler."""
-        if learner.config.recomputes_logprobs:
-            self.old_logps = {row: np.array(logps) for row, logps in self.ahead.items()}
         self._notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
         self._objectives: list[float] = []
@@ -129,9 +127,8 @@ class LearningStep:
 
         def attempt() -> tuple[Notes, dict[str, float]]:
             notes = Notes()
-            if learner.config.recomputes_logprobs and self._first and not self.stale:
-                self.old_logps.clear()  # to be scored anew in each attempt, in batches of the new size
-                self.score_old()
+            if self._first:
+                self._start_old_logps()
             return notes, self._gradient(rows, notes)
 
         notes, parts = learner.within_memory(attempt, self.lesson.step)
@@ -295,12 +292,13 @@ class LearningStep:
         rollouts = [self.lesson.rollouts[row] for row in batch]
         old_NT = self._old_token_logps(batch, mask_NT)
         old_N = [rollout.logp_sum for rollout in rollouts]
+        old_length_N = [rollout.num_tokens for rollout in rollouts]
         for n, row in enumerate(batch):
             if row in self.old_logps:
-                old_N[n] = float(self.old_logps[row].sum())
+                old_N[n], old_length_N[n] = float(self.old_logps[row].sum()), len(self.tokens[row])
         columns = [
             old_N,
-            [rollout.num_tokens for rollout in rollouts],
+            old_length_N,
             [rollout.num_bytes for rollout in rollouts],
             [self.advantages[row] for row in batch],
             [self.omegas[row] for row in batch],
@@ -354,11 +352,20 @@ class LearningStep:
         """How likely an own rollout was for the learner over how likely for what sampled it, per token."""
         return math.exp(float(np.mean(self.old_logps[row] - np.array(self.lesson.rollouts[row].logps))))
 
-    def score_old(self) -> None:
-        """What the learner itself says of its rollouts before the first update.
+    def _start_old_logps(self) -> None:
+        """Score the rollouts whose ratio is taken to the learner itself; anew in each attempt, whose batches differ.
 
-        In bfloat16 the sampler's rounding differs from the learner's by more than GSPO's clip is wide. Rounding also
-        depends on what else is in a batch, so the batches are those of the updates to come.
+        In bfloat16 the sampler's rounding differs from the learner's by more than GSPO's clip is wide, so own ratios
+        are among them. What was noted ahead is of the learner that sampled.
+        """
+        own = self.learner.config.recomputes_logprobs
+        self.old_logps = {row: np.array(logps) for row, logps in self.ahead.items()} if own and self.stale else {}
+        self.score_old(own=own and not self.stale, foreign=self.learner.algorithm.rescores_foreign)
+
+    def score_old(self, *, own: bool, foreign: bool = False) -> None:
+        """Note what the learner itself says of its own rollouts, of foreign ones, or of both, before the first update.
+
+        Rounding depends on what else is in a batch, so the batches are those of the updates to come.
         """
         learner = self.learner
 
@@ -368,11 +375,12 @@ class LearningStep:
             return (batch if counts else []), scored.logp_NT.double().cpu()
 
         for minibatch in self.lesson.minibatches:
-            own, _ = self._needed(self._rows_of(minibatch))
-            unknown = [row for row in own if row not in self.old_logps]
-            for batch, logp_NT in learner.passes(self._batches(unknown), score):
-                for row, logp_T in zip(batch, logp_NT.numpy(), strict=False):
-                    self.old_logps[row] = logp_T[: len(self.tokens[row])]
+            parts = zip((own, foreign), self._needed(self._rows_of(minibatch)), strict=True)
+            for rows in [part for wanted, part in parts if wanted]:
+                unknown = [row for row in rows if row not in self.old_logps]
+                for batch, logp_NT in learner.passes(self._batches(unknown), score):
+                    for row, logp_T in zip(batch, logp_NT.numpy(), strict=False):
+                        self.old_logps[row] = logp_T[: len(self.tokens[row])]
 
     # --- notes -------------------------------------------------------------------------------------
 

@@ -29,9 +29,10 @@ class Sequences:
     mask_NT: Tensor
     """Which of the T positions are tokens of the completion."""
     old_logp_N: Tensor
-    """The sum the source recorded when it sampled, over the source's own tokens."""
+    """The sum the source recorded when it sampled, over the source's own tokens; with `Algorithm.rescores_foreign`, the
+    learner's own sum before its first update of the step."""
     old_length_N: Tensor
-    """The source's token count."""
+    """The number of tokens in that sum."""
     bytes_N: Tensor
     """UTF-8 length of the text."""
     own_N: Tensor
@@ -87,6 +88,11 @@ class Algorithm(ABC):
         for name, value in vars(self).items():
             if isinstance(value, int | float) and name not in self.may_be_negative and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, but is {value}")
+
+    @property
+    def rescores_foreign(self) -> bool:
+        """Whether foreign ratios compare the learner with itself before its first update of the step."""
+        return False
 
     def tracker(self, num_agents: int) -> CapabilityTracker:
         return CapabilityTracker(num_agents, CapabilityOptions())

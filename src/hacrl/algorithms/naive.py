@@ -1,7 +1,8 @@
-"""Naive sharing: GSPO on everybody's rollouts as if they were the learner's own.
+"""Naive sharing: GSPO on everybody's rollouts as if they were the learner's own. The paper's negative control.
 
-One pooled mean and standard deviation, one pooled mean of the terms, no capability; the ratio is
-taken against the source's log-probabilities. The paper's negative control.
+One pooled mean and standard deviation, one pooled mean of the terms, no capability. The paper describes it as "shared
+rollouts but lacking the algorithmic innovations in Section 3", which leaves open what the ratio of a foreign rollout
+is taken against. `ratio` offers both readings.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ class Naive(Algorithm):
     name: Literal["naive"] = "naive"
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
+    ratio: Literal["source", "own"] = "source"
+    """`source` compares with the source when it sampled, `own` with the learner before its first update of the step."""
+
+    @property
+    def rescores_foreign(self) -> bool:
+        return self.ratio == "own"
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return gspo_terms(sequences, self.epsilon, self.epsilon_high)
