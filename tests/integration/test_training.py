@@ -51,11 +51,31 @@ def test_any_number_of_agents_under_any_algorithm(make_config: MakeConfig, algor
     assert len(read_jsonl(RunDir(result.run_dir).step_file("rollouts", 1))) == 16 * len(models)
 
 
+def test_swarm_takes_every_part_of_a_mixture_from_both(make_config: MakeConfig) -> None:
+    """The parts of a mixture alternate: by position, one would come from the learner and one from the other agent."""
+    parts = [{"name": "arithmetic", "id": "easy", "max_operand": 9}, {"name": "arithmetic", "id": "hard"}]
+    config = make_config(
+        *("llama-plus", "llama-minus"),
+        algorithm={"name": "swarm"},
+        task={"mixture": parts, "eval_size": 2},
+        prompts_per_step=16,
+        max_steps=2,
+    )
+    run = RunDir(train(config).run_dir)
+    lines = [line for step in (1, 2) for line in read_jsonl(run.step_file("rollouts", step))]
+    used = {
+        (line["prompt_id"].partition("/")[0], line["source"])
+        for line in lines
+        if line["learners"]["agent0"].get("advantage")
+    }
+    assert used == {(part, source) for part in ("easy", "hard") for source in ("agent0", "agent1")}
+
+
 @pytest.mark.parametrize("algorithm", ["swarm", "ftis", "success_gated", "luffy"])
 def test_the_other_ways_to_share(make_config: MakeConfig, algorithm: str) -> None:
     """Among two agents with one vocabulary and one with another, foreign rollouts reach the gradient."""
     models = ["llama-plus", "neox-pair", "llama-minus"]
-    config = make_config(*models, algorithm={"name": algorithm, "beta": 0.01}, prompts_per_step=8)
+    config = make_config(*models, algorithm={"name": algorithm, "beta": 0.01}, prompts_per_step=8, max_steps=3)
     steps = RunDir(train(config).run_dir).metrics()[1:]
     assert all(finite(step) for step in steps)
     ids = [agent.id for agent in config.agents]

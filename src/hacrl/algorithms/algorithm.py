@@ -108,6 +108,7 @@ class Algorithm(ABC):
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
+        """What each rollout is worth to the learner. `prompt_N` numbers the step's prompts in random order."""
         return group_advantages(rewards_N, prompt_N)
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ For a set share of the prompts the learner trains on another agent's group inste
 agents taking turns, so that it trains on as many rollouts as GSPO does. It treats them as its own: each
 group has its own mean and standard deviation, and there is no importance correction. Own groups are
 treated as in GSPO. As we read it: the paper lets each node choose what to take; here the choice follows
-from the position of the prompt in the batch, which is random already.
+from the number of the prompt, and the trainer numbers the prompts of each step in random order.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import Executor
 from hacrl.rollouts.rollout import Rollout
-from hacrl.seeding import SHUFFLE, global_random_state, permutation, restore_global_random_state
+from hacrl.seeding import NUMBER, SHUFFLE, global_random_state, permutation, restore_global_random_state
 from hacrl.tasks import Task
 from hacrl.tasks.problem import Problem, digest
 from hacrl.training import checkpoint
@@ -298,7 +298,9 @@ class Trainer:
         self, agent: AgentConfig, k: int, problems: list[Problem], used: list[Rollout], omega_KK: torch.Tensor
     ) -> tuple[Lesson, Advantages]:
         source_N = torch.tensor([rollout.source for rollout in used], dtype=torch.long)
-        prompt_N = torch.tensor([rollout.prompt_index for rollout in used], dtype=torch.long)
+        # Positions follow the task, whose parts may alternate; an algorithm that chooses by number must not.
+        number_P = permutation(len(problems), self.config.seed, NUMBER, self.step)
+        prompt_N = torch.tensor([number_P[rollout.prompt_index] for rollout in used], dtype=torch.long)
         rewards_N = torch.tensor([rollout.reward for rollout in used], dtype=torch.float64)
         advantages = self.algorithm.advantages(rewards_N, prompt_N, source_N, k, omega_KK)
         lesson = Lesson(
