@@ -68,26 +68,58 @@ def interruptible(output_dir: Path) -> RunConfig:
     return RunConfig.from_dict({"agents": agents, "task": task, "output_dir": str(output_dir), **sizes, **times})
 
 
-@pytest.mark.parametrize("kill_after", ["step-000001", "step-000002", "step-000004"])
-def test_kill_9_and_resume_equals_an_uninterrupted_run(reference: Path, tmp_path: Path, kill_after: str) -> None:
-    """Killed before the first checkpoint, between two, and after the second."""
-    (tmp_path / "run.yaml").write_text(interruptible(tmp_path / "killed").to_yaml())
-    command = [sys.executable, "-m", "hacrl.cli", "train"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    killed = tmp_path / "killed"
-    process = subprocess.Popen([*command, str(tmp_path / "run.yaml")], env=environment, stdout=subprocess.DEVNULL)
-    while not (killed / "rollouts" / f"{kill_after}.jsonl").is_file():
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert RunDir(killed).summary() is None
+COMMAND = [sys.executable, "-m", "hacrl.cli", "train"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
-    done = subprocess.run([*command, str(killed), "--resume"], env=environment, capture_output=True, text=True)
+
+def killed_run(folder: Path, when: list[str], number: signal.Signals = signal.SIGKILL) -> Path:
+    """A run that gets a signal as soon as one of these files of it is there."""
+    killed = folder / "killed"
+    (folder / "run.yaml").write_text(interruptible(killed).to_yaml())
+    process = subprocess.Popen(
+        [*COMMAND, str(folder / "run.yaml")], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not any((killed / name).exists() for name in when):
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.002)
+    os.kill(process.pid, number)
+    assert process.wait() != 0
+    assert RunDir(killed).summary() is None
+    return killed
+
+
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [
+        pytest.param(["rollouts/step-000001.jsonl"], signal.SIGKILL, id="before the first checkpoint"),
+        pytest.param(["rollouts/step-000002.jsonl"], signal.SIGTERM, id="while it learns, by SIGTERM"),
+        pytest.param([".checkpoint-2.partial", "checkpoint-2"], signal.SIGKILL, id="while it saves"),
+        pytest.param(["rollouts/step-000004.jsonl"], signal.SIGKILL, id="after the second checkpoint"),
+    ],
+)
+def test_kill_and_resume_equals_an_uninterrupted_run(
+    reference: Path, tmp_path: Path, when: list[str], number: signal.Signals
+) -> None:
+    killed = killed_run(tmp_path, when, number)
+    done = subprocess.run([*COMMAND, str(killed), "--resume"], env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_equal_runs(killed, reference)
 
     assert train(RunDir.open(killed).config(), resume=True).already_finished
+    assert_equal_runs(killed, reference)
+
+
+def test_of_three_resumes_at_once_one_goes_on(reference: Path, tmp_path: Path) -> None:
+    killed = killed_run(tmp_path, ["rollouts/step-000003.jsonl"])
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen([*COMMAND, str(killed), "--resume"], env=ENVIRONMENT, **pipes) for _ in range(3)]
+    errors = [process.communicate()[1].decode() for process in processes]
+    codes = [process.returncode for process in processes]
+    # One that comes after the run has ended finds nothing to do.
+    assert 0 in codes
+    assert all(
+        code == 0 or "is being trained by another process" in error for code, error in zip(codes, errors, strict=True)
+    )
     assert_equal_runs(killed, reference)
 
 

@@ -1,10 +1,13 @@
 """Whole runs of real tiny models."""
 
+import gc
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,13 @@ from conftest import MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
 from hacrl.errors import TrainingDiverged, UserError
+from hacrl.execution.local import LocalExecutor
+from hacrl.tasks import build_task
 from hacrl.tasks.arithmetic import ArithmeticTask, verify
 from hacrl.training.checkpoint import complete_checkpoints, step_of
 from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
+from hacrl.training.trainer import Trainer
 
 
 def finite(metrics: dict[str, Any]) -> bool:
@@ -294,3 +300,31 @@ def test_side_by_side_on_a_cpu_gives_the_same_as_one_after_the_other(make_config
         weights.append([torch_weights(checkpoint / "agents" / agent.id) for agent in config.agents])
     for alone, beside in zip(*weights, strict=True):
         assert all(torch.equal(alone[name], beside[name]) for name in alone)
+
+
+class Census:
+    """A watcher that counts what is alive in this process after each step."""
+
+    def __init__(self) -> None:
+        self.tensors: list[int] = []
+        self.open: list[tuple[int, int]] = []
+
+    def on_phase(self, phase: str) -> None: ...
+
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        gc.collect()
+        self.tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        self.open.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+
+
+def test_steps_leave_nothing_behind(make_config: MakeConfig) -> None:
+    """Neither tensors nor open files nor threads become more from step to step."""
+    config = make_config("llama-plus", "neox-pair", max_steps=12, save_every=4, eval_every=4)
+    task, _ = build_task(config.task, config.seed)
+    census = Census()
+    with task.verifier, closing(LocalExecutor(config)) as executor:
+        Trainer(config, task, executor, RunDir.create(config), census).train()
+    settled = slice(2, None)  # the optimizer's state comes with the first update
+    assert len(census.tensors) == 13
+    assert len(set(census.tensors[settled])) == 1
+    assert len(set(census.open[settled])) == 1

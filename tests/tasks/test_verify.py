@@ -162,6 +162,33 @@ def test_math_of_long_texts(math_verifier):
     assert verdicts[2].reward == 1.0
 
 
+PATHOLOGICAL = [
+    r"\boxed{" + r"\frac{1}{" * 400 + "2" + "}" * 401,
+    r"\boxed{" + "9" * 20_000 + "}",
+    r"\boxed{10^{10^{10}}}",
+    r"\boxed{99999999!}",
+    r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n}}",
+    r"\boxed{\begin{pmatrix}" + r"1 & 2 \\ " * 500 + r"\end{pmatrix}}",
+    r"\boxed{\left(\left[\left\{4}",
+    r"\boxed{0/0}",
+    r"\boxed{\text{" + "a" * 100_000 + "}}",
+    r"\boxed{4}" * 2_000,
+    r"\boxed{\x00\ud800}",
+    "$" * 1_001 + "4",
+    r"\boxed{\infty - \infty}",
+    r"\boxed{[1, 10^{100}) \cup (-\infty, " + "9" * 500 + "]}",
+]
+
+
+def test_pathological_latex_costs_no_other_verdict(math_verifier):
+    """Each is judged wrong or not judged, never right, and what comes after it is judged as ever."""
+    texts = [text for pathological in PATHOLOGICAL for text in (pathological, "4")]
+    verdicts = score(math_verifier, *texts, answer="5")
+    assert all(verdict.reward in (None, 0.0) for verdict in verdicts[::2])
+    assert [verdict.reward for verdict in verdicts[1::2]] == [0.0] * len(PATHOLOGICAL)
+    assert [verdict.reward for verdict in score(math_verifier, "4", "5", answer="5")] == [0.0, 1.0]
+
+
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'hacrl\[math\]'"):
