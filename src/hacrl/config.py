@@ -74,6 +74,8 @@ class ModelSettings(Strict):
     sampling_batch_size: Positive = 512
     """Completions decoded at once."""
     system_prompt: str | None = None
+    prompt_suffix: str = ""
+    """Added to the end of each prompt as it is, in a chat to the last message of the user."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the chat template, for example {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -22,6 +22,7 @@ from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.tasks.problem import Problem
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run import train
+from hacrl.training.run_dir import RunDir, read_jsonl
 from hacrl.training.schedule import learning_rate
 from tiny_models import tiny
 
@@ -220,6 +221,19 @@ TELLING = (
             [{"role": "system", "content": "88"}, {"role": "user", "content": "1+2"}],
             "<s>#88;1+2=",
         ),
+        ({"prompt_suffix": "+3"}, "1+2", "<s>1+2+3="),
+        ({"prompt_suffix": "+3", "system_prompt": "77"}, "1+2", "<s>#77;1+2+3="),
+        # Of a conversation, the last message of the user gets it.
+        (
+            {"prompt_suffix": "+3"},
+            [
+                {"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "4"},
+                {"role": "assistant", "content": "5"},
+            ],
+            "<s>124+35=",
+        ),
     ],
 )
 def test_system_prompt_and_template_options_reach_the_chat_template(
@@ -252,6 +266,33 @@ def test_messages_and_system_prompts_need_a_chat_template(model_dir: Path) -> No
         make_agent(model_dir).render([{"role": "user", "content": "1+2="}])
     with pytest.raises(UserError, match=r"agents\.a: .* cannot be given a system_prompt"):
         make_agent(model_dir, system_prompt="77").render("1+2=")
+
+
+def test_a_prompt_suffix_needs_no_chat_template_but_a_message_of_the_user(model_dir: Path) -> None:
+    agent = make_agent(model_dir, prompt_suffix="+3=")
+    with pytest.raises(UserError, match=r"agents\.a\.prompt_suffix: .* no message of the user .* only of system, tool"):
+        agent.render([{"role": "system", "content": "1"}, {"role": "tool", "content": "2"}])
+    (model_dir / "chat_template.jinja").unlink()
+    plain = make_agent(model_dir)
+    assert make_agent(model_dir, prompt_suffix="+3=").render("1+2") == plain.render("1+2+3=")
+
+
+def test_what_is_asked_in_training_ends_with_the_prompt_suffix(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The task's prompt stays as it is; its tokens, and so what is sampled, are those of the longer one."""
+    rows = [{"prompt": prompt, "answer": "3"} for prompt in ("1+2", "2+1")]
+    runs = {}
+    for name, suffix in {"short": "", "suffix": "+9=", "written": "+9="}.items():
+        written = suffix if name == "written" else ""
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("".join(json.dumps({**row, "prompt": row["prompt"] + written}) + "\n" for row in rows))
+        task = {"train": str(data), "reward": "exact"}
+        setting = {"prompt_suffix": suffix} if name == "suffix" else {}
+        settings = {"prompts_per_step": 2, "max_steps": 1, "eval_every": 0, "output_dir": str(tmp_path / name)}
+        train(make_config("llama-plus", task=task, **settings, **setting))
+        runs[name] = read_jsonl(RunDir(tmp_path / name).step_file("rollouts", 1))
+    assert {line["prompt"] for line in runs["suffix"]} == {"1+2", "2+1"}
+    texts = {name: [(line["text"], line["logp_sum"]) for line in lines] for name, lines in runs.items()}
+    assert texts["suffix"] == texts["written"] != texts["short"]
 
 
 # --- learning rate -------------------------------------------------------------------------------------

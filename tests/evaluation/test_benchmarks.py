@@ -245,6 +245,7 @@ def test_a_folder_of_something_else_is_refused(data: Path, tmp_path: Path) -> No
         ({"k": 2, "temperature": 0.5}, "temperature 1.0, now 0.5"),
         ({"k": 2, "limit": 5}, "problems 6, now 5"),
         ({"k": 2, "system_prompt": "7"}, "system_prompt '', now '7'"),
+        ({"k": 2, "overrides": ["max_completion_length=40", "prompt_suffix='7'"]}, "prompt_suffix"),
         ({"k": 2, "target": "zoo:llama-minus"}, "weights"),
         ({"benchmarks": ["aime25"], "target": "zoo:llama-minus"}, "weights"),
         ({"benchmarks": ["aime25"], "system_prompt": "7"}, "system_prompt '', now '7'"),

@@ -13,6 +13,7 @@ from hacrl.tasks.problem import Prompt
 def render(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, prompt: Prompt) -> list[int]:
     """Token ids of a prompt, through the model's own chat template if it has one."""
     system = config.system_prompt
+    prompt = with_suffix(prompt, config)
     if not tokenizer.chat_template:
         if not isinstance(prompt, str) or system:
             what = "a system_prompt" if system else "chat messages"
@@ -33,6 +34,24 @@ def render(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, prompt: Prom
             f"agents.{config.id}: the chat template of {config.model} refuses a prompt: {error}."
         ) from error
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def with_suffix(prompt: Prompt, config: AgentConfig) -> Prompt:
+    """The prompt with the agent's `prompt_suffix` behind what the user says last."""
+    suffix = config.prompt_suffix
+    if isinstance(prompt, str):
+        return prompt + suffix
+    if not suffix:
+        return prompt
+    last = max((i for i, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        roles = ", ".join(message["role"] for message in prompt)
+        raise UserError(
+            f"agents.{config.id}.prompt_suffix: a chat prompt has no message of the user to add it to, only of "
+            f"{roles}. Correct the data, or remove prompt_suffix."
+        )
+    asked = {**prompt[last], "content": prompt[last]["content"] + suffix}
+    return [*prompt[:last], asked, *prompt[last + 1 :]]
 
 
 def has_unknown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:

@@ -166,6 +166,7 @@ class Job:
         """What makes it another model, or another way to ask it: the same for all benchmarks of a folder."""
         names = ("system_prompt", "chat_template_kwargs", "max_completion_length", "stop", "dtype", "top_p", "top_k")
         settings: dict[str, Any] = {"weights": weights_of(self.agent.model), "seed": self.seed}
+        settings["prompt_suffix"] = self.agent.prompt_suffix or None  # as in folders from before there was one
         return settings | {name: getattr(self.agent, name) for name in names}
 
     @cached_property
