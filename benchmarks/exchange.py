@@ -156,7 +156,7 @@ def demo_bytes(folder: Path) -> dict[str, float]:
             seen.append((lessons, results))
             return results
 
-    config = RunConfig.load("demo", ["task.eval_size=1", f"output_dir={folder}/demo"])
+    config = RunConfig.load("demo", ["algorithm.name=hacpo", "task.eval_size=1", f"output_dir={folder}/demo"])
     trainer = trainer_of(config, Recording(config))
     trainer.step = 1
     trainer.train_step()

@@ -1,6 +1,6 @@
 """What `overlap: 1` brings: seconds of a training step with and without it, in one process and by Ray.
 
-    python benchmarks/overlap.py demo
+    python benchmarks/overlap.py demo algorithm.name=hacpo
     python benchmarks/overlap.py size --verify 0 0.5
 
 Agents share no cores: with Ray each has a process with one thread, in one process a thread. The verifier gives every

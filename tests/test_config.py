@@ -478,11 +478,20 @@ def test_the_presets() -> None:
 @pytest.mark.parametrize("name", [*ZOO_PRESETS, *PAPER])
 def test_every_preset_loads_for_every_algorithm(name: str) -> None:
     config = RunConfig.load(name)
-    assert config.algorithm.name == "hacpo"
+    assert config.algorithm.name == ("hacpo" if name in PAPER else "hacpo_robust")
     assert config.output_dir == f"runs/{name}"
     assert RunConfig.from_dict(resolved(config)) == config
-    for algorithm in ("gspo", "grpo", "naive", "swarm", "ftis", "success_gated", "luffy"):
-        assert RunConfig.load(name, [f"algorithm.name={algorithm}"]).algorithm == ALGORITHMS[algorithm]()
+    for algorithm in ALGORITHMS:
+        if algorithm != config.algorithm.name:
+            assert RunConfig.load(name, [f"algorithm.name={algorithm}"]).algorithm == ALGORITHMS[algorithm]()
+
+
+@pytest.mark.parametrize("name", ZOO_PRESETS)
+def test_zoo_presets_run_the_default_algorithm(name: str) -> None:
+    config = RunConfig.load(name)
+    assert config.algorithm == RunConfig.model_fields["algorithm"].default
+    named = RunConfig.load(name, ["algorithm.alpha=3", "algorithm.name=hacpo"])
+    assert named.algorithm == HACPO(alpha=3.0)
 
 
 @pytest.mark.parametrize("name", ZOO_PRESETS)
@@ -538,5 +547,29 @@ def test_gspo_twice_makes_the_updates_of_hacpo_for_twice_the_rollouts(name: str)
     ],
 )
 def test_every_ablation_is_one_line(ablation: str) -> None:
-    config = RunConfig.load("demo", [f"algorithm.{ablation}"])
-    assert (config.algorithm == RunConfig.load("demo").algorithm) == (ablation == "alpha=1")
+    config = RunConfig.load("demo", ["algorithm.name=hacpo", f"algorithm.{ablation}"])
+    assert (config.algorithm == HACPO()) == (ablation == "alpha=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["algorithm.alpha=3"],
+            "hacpo_robust has no option 'alpha' (set to 3); it is an option of hacpo: add algorithm.name=hacpo, or",
+        ),
+        (
+            ["algorithm.share=1"],
+            "hacpo_robust has no option 'share' (set to 1); it is an option of swarm: add algorithm.name=swarm, or",
+        ),
+        (
+            ["algorithm.name=gspo", "algorithm.cross_weight=1"],
+            "gspo has no option 'cross_weight' (set to 1); it is an option of hacpo or hacpo_robust: "
+            "add algorithm.name=hacpo or hacpo_robust, or choose from name, beta, epsilon, epsilon_high",
+        ),
+    ],
+)
+def test_an_option_of_another_algorithm_says_whose_it_is(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        RunConfig.load("demo", overrides)
+    assert str(caught.value).startswith(f"demo with {' '.join(overrides)}: algorithm: {said}")

@@ -370,9 +370,18 @@ def check_options(data: dict[str, Any], options: type, section: str) -> None:
     types = {field.name: field.type for field in dataclasses.fields(options)}
     for key, value in data.items():
         if key not in types:
-            raise ValueError(f"{section} has no option {key!r} (set to {value!r}){nearest(str(key), types)}")
+            hint = nearest(str(key), types)
+            if options in ALGORITHMS.values() and (owners := owners_of(str(key))):
+                names = " or ".join(owners)
+                hint = f"; it is an option of {names}: add algorithm.name={names}, or choose from {', '.join(types)}"
+            raise ValueError(f"{section} has no option {key!r} (set to {value!r}){hint}")
         if isinstance(value, bool) and is_number(types[key]):
             raise ValueError(f"{section}: {key} is a number, not {str(value).lower()}")
+
+
+def owners_of(option: str) -> list[str]:
+    """The algorithms that have an option."""
+    return [name for name, kind in ALGORITHMS.items() if option in {f.name for f in dataclasses.fields(kind)}]
 
 
 SECTIONS: dict[tuple[str, ...], type[Strict]] = {

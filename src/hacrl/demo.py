@@ -69,7 +69,7 @@ def print_result(console: Console, summaries: dict[str, dict[str, Any]], base: P
         (f"{hacrl} report {base / 'hacpo_robust'}", "one page to look at: curves, who learned from whom, every answer"),
         (f"{hacrl} rollouts {base / 'hacpo_robust'} --prompt 0", "the answers to one prompt, here"),
         (f"{hacrl} eval {base / 'hacpo_robust'} --problems 5000", "measure again, on more problems"),
-        (f"{hacrl} train team algorithm.name=hacpo_robust", "three agents with three tokenizers"),
+        (f"{hacrl} train team", "three agents with three tokenizers"),
         (f"{hacrl} train my.yaml", "your own models: README.md has a config to start from"),
     ]
     width = max(len(command) for command, _ in steps)

@@ -375,7 +375,7 @@ def test_the_demo_compares_both_agents_and_says_what_to_do_next(tmp_path: Path) 
 def test_the_demo_pair_is_alike_enough_to_learn_from_each_other(tmp_path: Path) -> None:
     """The mean ratio of the other's rollouts is what the clip of HACPO is made for: near 1, not at it."""
     changes = ["learning_rate=0", "max_steps=1", "task.eval_size=1", f"output_dir={tmp_path / 'run'}", f"fast={FAST}"]
-    config = RunConfig.load("demo", changes)
+    config = RunConfig.load("demo", ["algorithm.name=hacpo", *changes])
     assert config.prompts_per_step == 64
     metrics = RunDir(train(config).run_dir).metrics()[1]
     one, other = config.agents[0].id, config.agents[1].id

@@ -112,7 +112,7 @@ def test_settings_of_the_algorithm_hold_for_each_of_them() -> None:
     }
     assert {options["beta"] for variant, options in section.items() if "+" in variant} == {0.2}
     names = {variant: options["name"] for variant, options in section.items()}
-    assert (names["mine"], names["short"], names["as-base"]) == ("naive", "grpo", "hacpo")
+    assert (names["mine"], names["short"], names["as-base"]) == ("naive", "grpo", "hacpo_robust")
 
 
 def test_an_option_with_another_algorithm_starts_from_what_holds_for_all() -> None:

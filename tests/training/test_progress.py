@@ -284,7 +284,7 @@ from hacrl.config import RunConfig
 from hacrl.errors import warn
 from hacrl.training.progress import Progress
 
-config = RunConfig.load("demo", ["max_steps=9"])
+config = RunConfig.load("demo", ["max_steps=9", "algorithm.name=hacpo"])
 with Progress(config, Console()) as progress:
     for step in range(1, 4):
         progress.on_phase("sampling")
