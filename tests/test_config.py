@@ -1,5 +1,6 @@
 """A run's config: defaults, what is refused and how, overrides, presets."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RobustHACPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.task_config import TaskConfig
-from hacrl.yaml_settings import apply_overrides, preset_names
+from hacrl.yaml_settings import PRESETS, apply_overrides, preset_names
 
 PAIR = [{"id": "a", "model": "zoo:llama-weak"}, {"id": "b", "model": "zoo:llama-small"}]
 BASE: dict[str, Any] = {"algorithm": {"name": "hacpo"}, "agents": PAIR, "task": {"name": "arithmetic"}}
@@ -506,7 +507,7 @@ def test_zoo_presets_need_nothing_from_elsewhere(name: str) -> None:
 def test_paper_presets_have_the_papers_settings(name: str) -> None:
     config = RunConfig.load(name)
     alpha, delta, delta_step = PAPER[name]
-    assert config.algorithm == HACPO(alpha=alpha, delta=delta, delta_step=delta_step)
+    assert config.algorithm == HACPO(alpha=alpha, delta=delta, delta_step=delta_step, beta=0.001)
     assert config.prompts_per_step == 128
     for agent in config.agents:
         assert (agent.num_generations, agent.temperature, agent.learning_rate) == (8, 1.0, 1e-6)
@@ -514,6 +515,27 @@ def test_paper_presets_have_the_papers_settings(name: str) -> None:
         # A mini-batch of the paper is 64 prompts of 8 rollouts.
         assert config.rollouts_per_update == 64 * 8
         assert config.updates_per_step(agent) == 4
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_presets_have_the_settings_of_the_authors_scripts(name: str) -> None:
+    for agent in RunConfig.load(name).agents:
+        assert agent.prompt_suffix == " Let's think step by step and output the final answer within \\boxed{}."
+        assert agent.system_prompt is None
+        assert agent.chat_template_kwargs["enable_thinking"] is False
+        assert (agent.weight_decay, agent.max_grad_norm) == (0.01, 1.0)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_presets_say_where_each_setting_comes_from(name: str) -> None:
+    """[p]: the paper; [s]: its authors' scripts; our own settings are those without a mark."""
+    lines = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    marks = {line.split(":")[0].strip(): re.findall(r"\[([ps])\]", line) for line in lines if not line.startswith("#")}
+    from_paper = {"train", "prompts_per_step", "rollouts_per_update", "num_generations", "temperature", "max_steps"}
+    from_paper |= {"max_prompt_length", "max_completion_length"}
+    from_scripts = {"eval", "prompt_suffix", "chat_template_kwargs", "learning_rate", "weight_decay", "max_grad_norm"}
+    assert {key for key, found in marks.items() if "p" in found} == {"algorithm", *from_paper}
+    assert {key for key, found in marks.items() if "s" in found} == {"algorithm", *from_scripts}
 
 
 @pytest.mark.parametrize("name", ["demo", "paper-qwen3-1.7b-4b"])
