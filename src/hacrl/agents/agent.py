@@ -101,6 +101,10 @@ class Agent:
     def render(self, prompt: Prompt) -> list[int]:
         return render(self.tokenizer, self.config, prompt)
 
+    def opened_block(self, problem: Problem) -> str:
+        """The block that the agent's prompt opens for its completions, for example <think>; empty: none."""
+        return self.retokenizer.end_of(self.render(problem.prompt)).opened
+
     def prompt_ids(self, problem: Problem) -> list[int]:
         """UserError if it is too long: a problem that was made later than those that are checked beforehand."""
         ids = self.render(problem.prompt)
@@ -165,6 +169,7 @@ class Agent:
         seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
         rollouts = []
         for position, group in enumerate(self.engine.sample(prompts, params, seed)):
+            end = self.retokenizer.end_of(prompts[position])
             for index, completion in enumerate(group):
                 content = completion.content_ids
                 rollouts.append(
@@ -183,6 +188,8 @@ class Agent:
                         special_inside=not self.readable.issuperset(content),
                         vocabulary=self.retokenizer.vocabulary,
                         policy_version=self.learner.updates,
+                        lead=self.retokenizer.lead(content, end),
+                        opened=end.opened,
                     )
                 )
         return rollouts
@@ -218,16 +225,18 @@ class Agent:
         """One pass or more over the step's rollouts, an optimizer update for each mini-batch."""
         tokens: dict[int, list[int]] = {}
         dropped: dict[int, str] = {}
+        prompts = [self.render(prompt) for prompt in lesson.prompts]
+        foreign = {rollout.prompt_index for rollout in lesson.rollouts if rollout.source != self.index}
+        ends = {position: self.retokenizer.end_of(prompts[position]) for position in foreign}
         for row, rollout in enumerate(lesson.rollouts):
             if self.config.mask_truncated_completions and rollout.finish_reason == "length":
                 dropped[row] = "truncated"
                 continue
             try:
                 own = rollout.source == self.index
-                tokens[row] = rollout.token_ids if own else self.retokenizer(rollout)
+                tokens[row] = rollout.token_ids if own else self.retokenizer(rollout, ends[rollout.prompt_index])
             except Dropped as reason:
                 dropped[row] = str(reason)
-        prompts = [self.render(prompt) for prompt in lesson.prompts]
         result = self.learner.learn(lesson, prompts, tokens)
         result.dropped = dropped
         return result

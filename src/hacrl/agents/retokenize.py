@@ -2,11 +2,18 @@
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from hacrl.agents.loading import readable_ids
 from hacrl.rollouts.rollout import Rollout
+
+TAIL = 16
+"""Tokens of a prompt's end that are looked at: enough to read a completion behind them, and to spell <think>."""
+OPENING = re.compile(r"<(?:think|thinking|reasoning)>(?=\s*\Z)")
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -19,6 +26,20 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """What a completion stands behind. Some tokens read otherwise there than alone: "▁19" is " 19" and not "19"."""
+
+    token_ids: tuple[int, ...] = ()
+    """The last tokens of the prompt that are text."""
+    text: str = ""
+    opened: str = ""
+    """The block that the prompt opens for the completion, for example <think>."""
+
+
+NO_PROMPT = PromptEnd()
 
 
 class Dropped(Exception):
@@ -35,26 +56,58 @@ class Retokenizer:
         self.vocabulary = vocabulary_fingerprint(tokenizer)
         self._readable = readable_ids(tokenizer, [])
 
-    def __call__(self, rollout: Rollout) -> list[int]:
-        """The rollout's tokens for this learner, closed by its end-of-turn token if the source ended."""
+    def end_of(self, prompt_ids: Sequence[int]) -> PromptEnd:
+        """The end of a prompt in the tokens of this agent."""
+        token_ids = [token for token in prompt_ids if token in self._readable][-TAIL:]
+        last: str = self.tokenizer.decode(list(prompt_ids[-TAIL:]), clean_up_tokenization_spaces=False)
+        found = OPENING.search(last)
+        return PromptEnd(tuple(token_ids), decode(self.tokenizer, token_ids), found[0] if found else "")
+
+    def lead(self, token_ids: list[int], end: PromptEnd) -> str:
+        """White space that a completion begins with behind its prompt, and that decoding it alone leaves out."""
+        first = token_ids[:TAIL]
+        alone, whole = decode(self.tokenizer, first), decode(self.tokenizer, [*end.token_ids, *first])
+        behind = whole.removeprefix(end.text)
+        return behind.removesuffix(alone) if behind.endswith(alone) else ""
+
+    def __call__(self, rollout: Rollout, end: PromptEnd = NO_PROMPT) -> list[int]:
+        """The rollout's tokens for this learner, closed by its end-of-turn token if the source ended.
+
+        `end` is the end of the learner's own prompt.
+        """
+        if rollout.opened != end.opened:
+            raise Dropped("unopened_block")
         if rollout.special_inside:
             raise Dropped("special_tokens")
         if rollout.vocabulary == self.vocabulary:
             content = rollout.token_ids[:-1] if rollout.ended else rollout.token_ids
         else:
-            content = self.encode(rollout.text)
+            content = self.encode(rollout.lead + rollout.text, end)
         ids = [*content, self.end_of_turn] if rollout.ended else list(content)
         if len(ids) > self.max_length:
             raise Dropped("too_long")
         return ids
 
-    def encode(self, text: str) -> list[int]:
-        """A text as tokens that decode to it."""
+    def encode(self, text: str, end: PromptEnd = NO_PROMPT) -> list[int]:
+        """A text as tokens that decode to it behind a prompt."""
         if not text:
             raise Dropped("empty")
         if "\ufffd" in text:
             raise Dropped("broken_text")  # the source was cut off inside a character
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if not self._readable.issuperset(ids) or decode(self.tokenizer, ids) != text:
-            raise Dropped("not_reversible")
+        ids = self._tokens(text)
+        if not self._reads(ids, text, end):  # a tokenizer may put a space before the first word
+            before = self._tokens(end.text)
+            whole = self._tokens(end.text + text)
+            ids = whole[len(before) :]
+            if whole[: len(before)] != before or not self._reads(ids, text, end):
+                raise Dropped("not_reversible")
         return ids
+
+    def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    def _reads(self, ids: list[int], text: str, end: PromptEnd) -> bool:
+        """Whether these tokens are all text, and this text behind the prompt."""
+        readable = self._readable.issuperset(ids)
+        return readable and decode(self.tokenizer, [*end.token_ids, *ids]) == end.text + text

@@ -282,6 +282,10 @@ class ShardedAgent:
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self._call("check_prompts", problems)
 
+    def opened_block(self, problem: Problem) -> str:
+        block: str = self._call("opened_block", problem)
+        return block
+
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
         rollouts: list[Rollout] = self._call("sample", problems, step, sampling_round)
         return rollouts

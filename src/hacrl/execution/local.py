@@ -51,6 +51,9 @@ class LocalExecutor:
         for agent in self.agents:
             agent.check_prompts(problems)
 
+    def opened_blocks(self, problem: Problem) -> list[str]:
+        return [agent.opened_block(problem) for agent in self.agents]
+
     def without_chat_template(self) -> list[str]:
         return [agent.config.id for agent in self.agents if not agent.has_chat_template]
 

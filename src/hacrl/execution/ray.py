@@ -196,6 +196,9 @@ class RayExecutor:
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self._call("check_prompts", ray.put(problems))
 
+    def opened_blocks(self, problem: Problem) -> list[str]:
+        return self._call("opened_block", problem)
+
     def without_chat_template(self) -> list[str]:
         return [agent_id for agent_id, there in zip(self.ids, self.chat_templates, strict=True) if not there]
 

@@ -51,6 +51,10 @@ class Rollout:
     """Fingerprint of the source's vocabulary: ids can be reused where it is the same."""
     policy_version: int
     """Updates the source had made when it sampled this."""
+    lead: str = ""
+    """White space between the source's prompt and `text`, where decoding the completion alone leaves it out."""
+    opened: str = ""
+    """The block that the source's prompt opens for the completion, for example <think>."""
     learner_logps: list[float] | None = None
     """With `overlap`: what the learner said of each token then; when it learns from them, it has changed."""
     reward: float | None = None
