@@ -58,6 +58,8 @@ class SourceConfig(Strict):
     reward_call_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds for one call of your own function."""
     reward_workers: Positive = 2
+    reward_memory_gib: Annotated[float, Field(gt=0)] | None = 4.0
+    """Memory that each process of a reward function may use, with the processes it starts; null: no limit."""
 
     @field_validator("name")
     @classmethod

@@ -4,9 +4,10 @@ import json
 import math
 import re
 import shutil
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import Lesson
 from hacrl.agents.loading import ZOO
-from hacrl.algorithms import GRPO, GSPO, Algorithm
+from hacrl.algorithms import ALGORITHMS, GRPO, GSPO, Advantages, Algorithm
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.demo import run_demo
 from hacrl.errors import UserError
@@ -25,7 +26,7 @@ from hacrl.evaluation.heldout import evaluate_target, interval
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.browse import show_rollouts
 from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of
-from hacrl.training.run import train
+from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 
 
@@ -166,9 +167,37 @@ def test_a_run_that_ends_early_says_at_which_step_and_how_it_goes_on(make_config
     assert "no checkpoint yet" not in console.file.getvalue()
 
 
-def test_an_update_that_is_not_finite_is_left_out_and_training_goes_on(make_config: MakeConfig, tmp_path: Path) -> None:
-    task = write_task(tmp_path, "return [(1.0 if call else 1e308) * (i % 2) for i in range(len(completions))]")
+def test_a_reward_that_needs_more_memory_ends_the_run_which_goes_on_with_a_higher_limit(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    body = ("used = b'x' * ((1 << 30) * (call > 0))", "time.sleep(0.3)", "return [i % 2 for i in range(len(prompts))]")
+    task = {**write_task(tmp_path, *body), "reward_memory_gib": 0.5}
     config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task, max_steps=2, save_every=1)
+    with pytest.raises(UserError, match=r"score used more than the 0\.5 GiB of memory that task.*ended at step 2"):
+        train(config)
+    with pytest.raises(UserError, match=r"task\.reward_timeout cannot be changed"):
+        resumed_config(config.output_dir, ["task.reward_timeout=1"])
+    higher = resumed_config(config.output_dir, ["task.reward_memory_gib=null"])
+    assert train(higher, resume=True).summary["steps"] == 2
+
+
+@dataclass(frozen=True)
+class Overflowing(GSPO):
+    """GSPO whose objective overflows where a reward is above 1."""
+
+    name: Literal["overflowing"] = "overflowing"  # type: ignore[assignment]
+
+    def advantages(self, rewards_N: torch.Tensor, *others: Any) -> Advantages:
+        found = super().advantages(rewards_N, *others)
+        return replace(found, advantage_N=found.advantage_N * (1e308 if rewards_N.max() > 1 else 1))
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_training_goes_on(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALGORITHMS, "overflowing", Overflowing)
+    task = write_task(tmp_path, "return [(1.0 if call else 2.0) * (i % 2) for i in range(len(completions))]")
+    config = make_config("llama-plus", algorithm={"name": "overflowing"}, task=task, max_steps=2, save_every=1)
     run = RunDir(train(config).run_dir)
     start = weights(ZOO / "llama-plus")
     first, second = (weights(checkpoint_dir(run.path, step) / "agents" / "agent0") for step in (1, 2))

@@ -18,6 +18,7 @@ import torch
 from conftest import MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
+from hacrl.algorithms import ALGORITHMS
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.execution.local import LocalExecutor
 from hacrl.tasks import build_task
@@ -26,6 +27,7 @@ from hacrl.training.checkpoint import complete_checkpoints, step_of
 from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from hacrl.training.trainer import Trainer
+from integration.test_guards import Overflowing
 
 
 def finite(metrics: dict[str, Any]) -> bool:
@@ -261,15 +263,18 @@ def test_a_run_may_end_without_a_checkpoint(make_config: MakeConfig, save_every:
         assert RunDir(result.run_dir).summary() == result.summary
 
 
-def test_three_updates_that_are_not_finite_end_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Weights with a NaN: nothing is updated, and the last good checkpoint stays whole."""
+def test_three_updates_that_are_not_finite_end_the_run(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is updated, and the last good checkpoint stays whole."""
+    monkeypatch.setitem(ALGORITHMS, "overflowing", Overflowing)
     task = write_task(tmp_path, "return [float(i % 2) for i in range(len(completions))]")
-    config = make_config("llama-plus", algorithm={"name": "gspo"}, task=task, max_steps=1, save_every=1)
+    config = make_config("llama-plus", algorithm={"name": "overflowing"}, task=task, max_steps=1, save_every=1)
     run_dir = train(config).run_dir
     good = complete_checkpoints(run_dir)[-1]
     weights = (good / "agents" / "agent0" / "model.safetensors").read_bytes()
-    # Infinite log-ratios are clamped, so it takes an infinite reward scale to break the objective.
-    write_task(tmp_path, "return [1e308 * (i % 2) for i in range(len(completions))]")
+    # Infinite log-ratios are clamped, so it takes infinite advantages to break the objective.
+    write_task(tmp_path, "return [2.0 * (i % 2) for i in range(len(completions))]")
     with pytest.raises(TrainingDiverged, match="3 updates in a row"):
         train(resumed_config(run_dir, ["max_steps=9", "save_every=0"]), resume=True)
     assert complete_checkpoints(run_dir) == [good]

@@ -1,3 +1,5 @@
+import functools
+import inspect
 import os
 import signal
 import subprocess
@@ -12,7 +14,7 @@ from hacrl.tasks.verify import Verdict, Verifier, exact
 from hacrl.tasks.worker import Reply, Worker
 
 FUNCTIONS = """
-import os, subprocess, sys, threading, time
+import mmap, os, subprocess, sys, threading, time
 
 def length(prompts, completions, **columns):
     return [len(completion) for completion in completions]
@@ -54,19 +56,48 @@ async def coroutine(prompts, completions, **columns):
     return [1.0] * len(completions)
 
 def hungry(completions, **columns):
-    return [float(len(bytearray(8 << 30)))]
+    match completions[0]:
+        case "itself":
+            b"x" * (8 << 30)  # in one operation, which lets no other thread of the process run
+        case "child":
+            subprocess.run([sys.executable, "-c", "b'x' * (8 << 30)"], start_new_session=True)
+        case "unused":
+            room = mmap.mmap(-1, 8 << 30)
+            time.sleep(0.3)
+        case "shared":
+            room = b"x" * (300 << 20)
+            os.fork(), os.fork()
+            time.sleep(0.3)
+    return [1.0]
 
 def pid(completions, **columns):
     return [os.getpid()]
 
-def leaves(completions, **columns):
-    left = subprocess.Popen(["sleep", "777"])
+def start_processes():
+    "One as it comes, one in a session of its own, and a daemon whose parent is gone."
+    plain = subprocess.Popen(["sleep", "777"])
+    apart = subprocess.Popen(["sleep", "777"], start_new_session=True)
+    daemon = subprocess.run("setsid sleep 777 > /dev/null 2>&1 & echo $!", shell=True, capture_output=True).stdout
     with open("left", "w") as file:
-        file.write(str(left.pid))
+        file.write(f"{plain.pid} {apart.pid} {int(daemon)}")
+
+def starts(completions, **columns):
+    start_processes()
+    return [os.getpid()]
+
+def leaves(completions, **columns):
+    start_processes()
     if completions == ["now"]:
         os.kill(os.getpid(), 9)
     threading.Timer(0.2, os._exit, [3]).start()
     return [1.0]
+
+def forks(completions, **columns):
+    os.fork()
+    return [float(completion) for completion in completions]
+
+def large(completions, **columns):
+    return [0.0, 10**400 if completions[0] == "int" else float(completions[0])]
 
 number = 3
 """
@@ -314,13 +345,69 @@ def test_callables_with_a_mistake():
             Verifier(rewards)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux only")
 def test_memory_limit(folder):
-    worker = Worker(f"{folder}/functions.py:hungry", path=sys.path, memory=1 << 30)
-    reply = worker.call({"completions": ["a"]}, limit=60)
+    """It counts what is in memory, in all processes of the function, and once what they share."""
+    worker = Worker(f"{folder}/functions.py:hungry", path=sys.path, memory_gib=0.5)
+    too_much = Reply("memory", detail="used more than the 0.5 GiB of memory that task.reward_memory_gib allows")
+    expected = {"itself": too_much, "child": too_much, "unused": Reply("returned", [1.0])}
+    for use, reply in {**expected, "shared": Reply("returned", [1.0])}.items():
+        assert worker.call({"completions": [use]}, limit=60) == reply
     worker.close()
-    assert reply.outcome == "raised"
-    assert "MemoryError" in reply.detail
+    with Verifier([("functions:hungry", 1.0)], memory_gib=0.5) as verifier:
+        with pytest.raises(UserError, match=r"^Reward function functions:hungry used more than the 0\.5 GiB of memory"):
+            score(verifier, "itself")
+        assert score(verifier, "fine")[0].reward == 1.0
+
+
+def test_a_function_that_forks_and_returns_in_both_processes():
+    with Verifier([("functions:forks", 1.0)]) as verifier:
+        assert [score(verifier, text)[0].reward for text in "1234"] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_answer_to_another_call_is_not_taken(folder):
+    """Not even if the function writes one to the socket itself."""
+    (folder / "liar.py").write_text(
+        "import gc, pickle, socket\n"
+        "def lie(completions, **columns):\n"
+        "    [channel] = [found for found in gc.get_objects() if isinstance(found, socket.socket)]\n"
+        "    channel.sendall(pickle.dumps((int(completions[0]) - 1, True, [-1.0])))\n"
+        "    return [float(completions[0])]\n"
+    )
+    with Verifier([("liar:lie", 1.0)]) as verifier:
+        assert [score(verifier, text)[0].reward for text in "123"] == [1.0, 2.0, 3.0]
+
+
+def spoils(prompts, completions, answer, words, **columns):
+    value = float(len(prompts[0]) == len(completions[0]) == len(answer) == len(words[0]) == len(columns) == 1)
+    for inputs in (prompts[0][0], prompts, completions[0], completions, answer, words[0], columns):
+        inputs.clear()
+    return [value]
+
+
+def test_functions_may_change_what_they_are_given(folder):
+    (folder / "apart.py").write_text(inspect.getsource(spoils))
+    prompt, columns = [{"role": "user", "content": "?"}], {"answer": ["4"], "words": [["w"]], "more": [1]}
+    rewards = [(functools.partial(spoils), 1.0), ("apart:spoils", 1.0), ("exact", 1.0), (half, 1.0)]
+    with Verifier(rewards) as verifier:
+        for _ in range(2):
+            [verdict] = verifier.score([prompt], ["4"], columns)
+            assert verdict.parts == {"partial": 1.0, "spoils": 1.0, "exact": 1.0, "half": 0.5}
+    assert prompt == [{"role": "user", "content": "?"}]
+    assert columns == {"answer": ["4"], "words": [["w"]], "more": [1]}
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1.1e9", "int"])
+def test_rewards_that_are_too_large(value):
+    expected = r"\) for completion 1, expected a number from -1e\+09 to 1e\+09 or None\."
+    with Verifier([("functions:large", 1.0)]) as verifier, pytest.raises(UserError, match=expected):
+        score(verifier, value, "")
+    with Verifier([(half, 1e9), ("functions:large", -1.0)]) as verifier:
+        assert score(verifier, "1e9", "")[1].reward == -5e8
+        with pytest.raises(
+            UserError, match=r"weighted sum of the rewards \(half, large\) is 1\.5e\+09 for completion 1"
+        ):
+            score(verifier, "-1e9", "")
 
 
 @pytest.mark.parametrize(
@@ -344,37 +431,49 @@ def test_large_arguments_for_a_child_that_does_not_read(folder, sent, outcome, d
 def test_what_a_function_started_ends_with_a_process_that_ended_by_itself(folder, when):
     worker = Worker(f"{folder}/functions.py:leaves", path=sys.path)
     reply = worker.call({"completions": [when]}, limit=60)
-    left = int((folder / "left").read_text())
+    left = [int(pid) for pid in (folder / "left").read_text().split()]
     if when == "now":
         assert reply == Reply("died", detail="ended its process (SIGKILL)")
     else:
-        assert is_running(left)
+        assert reply.outcome == "returned"
         time.sleep(1)
     worker.close()
-    for _ in range(100):
-        if not is_running(left):
-            return
-        time.sleep(0.1)
-    os.kill(left, signal.SIGKILL)
-    pytest.fail("the child's own child outlived it")
+    assert_ended(*left)
 
 
-def test_children_end_with_a_killed_parent():
+def test_what_a_function_started_ends_with_the_verifier(folder):
+    with Verifier([("functions:starts", 1.0)]) as verifier:
+        pid = int(score(verifier, "a")[0].reward)
+        left = [int(pid) for pid in (folder / "left").read_text().split()]
+        assert score(verifier, "b")[0].reward == pid
+        assert all(map(is_running, [pid, *left]))
+    assert_ended(pid, *left)
+
+
+def test_children_end_with_a_killed_parent(folder):
     code = (
         "import time; from hacrl.tasks.verify import Verifier\n"
-        "verifier = Verifier([('functions:pid', 1.0)])\n"
+        "verifier = Verifier([('functions:starts', 1.0)])\n"
         "print(int(verifier.score(['?'], ['a'], {})[0].reward), flush=True)\n"
         "time.sleep(1000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
-        assert is_running(pid)
+        left = [int(pid) for pid in (folder / "left").read_text().split()]
+        assert all(map(is_running, [pid, *left]))
         parent.kill()
+    assert_ended(pid, *left)
+
+
+def assert_ended(*pids):
     for _ in range(300):
-        if not is_running(pid):
+        running = [pid for pid in pids if is_running(pid)]
+        if not running:
             return
         time.sleep(0.1)
-    pytest.fail("the child outlived its parent")
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"{len(running)} of {len(pids)} processes are left")
 
 
 def is_running(pid):

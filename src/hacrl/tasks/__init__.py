@@ -11,8 +11,8 @@ from hacrl.tasks.verify import GYM, Verifier
 
 __all__ = ["Task", "build_task"]
 
-GymScorers = dict[tuple[float, int], Verifier]
-"""One for all generators of a mixture with the same reward_timeout and reward_workers: processes are costly."""
+GymScorers = dict[tuple[float, int, float | None], Verifier]
+"""One for all generators of a mixture with the same limits and reward_workers: processes are costly."""
 LOOKED_AT = 32
 """Problems of each stage of a gym task whose length is checked before the first step."""
 
@@ -80,7 +80,7 @@ def _build_gym(config: SourceConfig, generator: str, seed: int, eval_size: int, 
 
     heldout = stages[-1].heldout("validation" if config.eval_split == "validation" else "test", eval_size)
     listed = [problem for stage in stages for problem in stage.train(0, LOOKED_AT)] if curriculum else []
-    limits = (config.reward_timeout, config.reward_workers)
+    limits = (config.reward_timeout, config.reward_workers, config.reward_memory_gib)
     if limits not in scorers:
         scorers[limits] = _verifier(config, [(GYM, 1.0)])
     return Task(train, heldout, scorers[limits], listed, curriculum, stages[0].solution)
@@ -92,4 +92,5 @@ def _verifier(config: SourceConfig, rewards: list[tuple[str, float]]) -> Verifie
         timeout=config.reward_timeout,
         call_timeout=config.reward_call_timeout,
         workers=config.reward_workers,
+        memory_gib=config.reward_memory_gib,
     )

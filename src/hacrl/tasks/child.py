@@ -1,13 +1,14 @@
 """The child process of a reward function: loads it, then answers calls until its parent is gone.
 
-Run by its path, with the standard library alone, so that it starts fast whatever `hacrl` imports. Messages are
-pickles of plain tuples, in turn, over one socket; `worker.py` is the other end:
+Started by `keeper.py`, by its path, with the standard library alone, so that it starts fast whatever `hacrl` imports.
+Messages are pickles of plain tuples, in turn, over one socket; `worker.py` is the other end:
 
-    to the child                          back
-    (function, sys.path, memory limit)    (True, None), or (False, what went wrong)
-    (arguments, time limit)               (True, rewards), or (False, what went wrong)
+    to the child            back
+    (function, sys.path)    (0, True, None), or (0, False, what went wrong)
+    (number, arguments)     (number, True, rewards), or (number, False, what went wrong)
 
-"What went wrong" continues the sentence "Reward function f ...".
+"What went wrong" continues the sentence "Reward function f ...". The number says which call an answer belongs to. A
+copy of this process, made by a function that forks and returns in both, ends without an answer.
 """
 
 import contextlib
@@ -19,7 +20,6 @@ import numbers
 import os
 import pickle
 import reprlib
-import signal
 import socket
 import sys
 import sysconfig
@@ -33,8 +33,9 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 LOAD_LIMIT = 120.0
 """Seconds for the import of a reward function."""
-ORPHAN_GRACE = 10.0
-"""Seconds past its time limit after which a child ends itself, because its parent was killed and cannot."""
+LARGEST = 1e9
+"""The largest reward, either sign. Sums of squares of such numbers are far below the largest float32, and float64 still
+tells two of them apart that differ by 1e-6, the constant beside the standard deviation of a group."""
 LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
 
 
@@ -86,17 +87,20 @@ def usable(function: object) -> RewardFunction:
 
 
 def call(function: RewardFunction, arguments: dict[str, Any]) -> list[float | None]:
-    """What the function returns, if it is a finite number or None for each completion."""
-    values, count = function(**arguments), len(arguments["completions"])
+    """What the function returns, if it is a number of usual size or None for each completion."""
+    count = len(arguments["completions"])  # before the function may change it
+    values = function(**arguments)
     if not isinstance(values, list | tuple):
         raise Unusable(f"returned a {type(values).__name__}, expected a list of {count} numbers or None")
     if len(values) != count:
         raise Unusable(f"returned {len(values)} values, expected {count}, one for each completion")
     for index, value in enumerate(values):
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+        size: Any = abs(value) if isinstance(value, numbers.Real) else math.nan
+        if value is not None and not size <= LARGEST:
+            expected = f"a number from {-LARGEST:g} to {LARGEST:g}" if size < math.inf else "a finite number"
             raise Unusable(
                 f"returned {reprlib.repr(value)} ({type(value).__name__}) for completion {index}, "
-                "expected a finite number or None"
+                f"expected {expected} or None"
             )
     return [None if value is None else float(value) for value in values]
 
@@ -111,30 +115,27 @@ def explain(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error}{place}"
 
 
-def attempt(limit: float, action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
+def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
     """(True, what the action returned), or (False, what went wrong)."""
-    signal.setitimer(signal.ITIMER_REAL, limit + ORPHAN_GRACE)
+    process = os.getpid()
     try:
         return True, action(*arguments)
     except Exception as error:
         return False, explain(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if os.getpid() != process:  # a copy, made by a fork
+            os._exit(0)
 
 
 def serve(connection: socket.socket) -> None:
     requests = connection.makefile("rb")
-    name, path, memory = pickle.load(requests)
+    name, path = pickle.load(requests)
     sys.path[:] = path
-    if memory is not None and sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    loaded, function = attempt(LOAD_LIMIT, load, name)
-    connection.sendall(pickle.dumps((loaded, None if loaded else function)))
+    loaded, function = attempt(load, name)
+    connection.sendall(pickle.dumps((0, loaded, None if loaded else function)))
     while loaded:
-        arguments, limit = pickle.load(requests)
-        connection.sendall(pickle.dumps(attempt(limit, call, function, arguments)))
+        number, arguments = pickle.load(requests)
+        connection.sendall(pickle.dumps((number, *attempt(call, function, arguments))))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 from functools import lru_cache
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its buffers, one a core, would count as memory of this process
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # scorers need no more, and agents the cores
 
 from reasoning_gym import create_dataset
 from reasoning_gym.utils import extract_answer

@@ -4,6 +4,7 @@ Whatever may hang or crash runs in child processes. A verifier that fails never 
 rollout gets None, and the verdict says why. A mistake in a user's function ends the run with its place.
 """
 
+import copy
 import importlib.util
 import inspect
 import math
@@ -26,8 +27,8 @@ from hacrl.tasks.worker import Reply, Worker
 Completion = str | list[dict[str, str]]
 """As in TRL: a text after a text prompt, one assistant message after chat messages."""
 
-CHILD_MEMORY = 4 << 30
-"""Bytes of address space of a process that runs `math` or a scorer of reasoning-gym."""
+MEMORY_GIB = 4.0
+"""Memory of the process of a reward function, with the processes that it starts."""
 BATCH = 16
 """Completions that such a process judges in one call, at most."""
 GYM = "reasoning-gym"
@@ -74,7 +75,8 @@ class Verifier:
 
     Each is "exact", "math", GYM, a user's "module:function" or "path/to/file.py:function", or a Python callable.
     `timeout` limits `math` and GYM on one completion, in `workers` processes. `call_timeout` limits one call of a
-    user's function, which has a process of its own. `exact` and callables run here, without a limit.
+    user's function, which has a process of its own. `memory_gib` limits the memory of each of these processes. `exact`
+    and callables run here, without a limit.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Verifier:
         timeout: float = 10.0,
         call_timeout: float = 120.0,
         workers: int = 2,
+        memory_gib: float | None = MEMORY_GIB,
     ) -> None:
         names = [_name(reward) for reward, _ in rewards]
         if not names or len(set(names)) < len(names):
@@ -92,7 +95,7 @@ class Verifier:
         self._scorers: dict[str, Scorer] = {}
         try:
             for name, (reward, _) in zip(names, rewards, strict=True):
-                self._scorers[name] = _scorer(reward, timeout, call_timeout, workers)
+                self._scorers[name] = _scorer(reward, timeout, call_timeout, workers, memory_gib)
         except BaseException:
             self.close()
             raise
@@ -114,16 +117,23 @@ class Verifier:
         arguments = {"prompts": list(prompts), "completions": wrapped, **extra}
         by_function = {name: scorer.score(arguments) for name, scorer in self._scorers.items()}
         return [
-            self._combine({name: parts[index] for name, parts in by_function.items()}) for index in range(len(wrapped))
+            self._combine(index, {name: parts[index] for name, parts in by_function.items()})
+            for index in range(len(wrapped))
         ]
 
-    def _combine(self, parts: dict[str, Part]) -> Verdict:
+    def _combine(self, index: int, parts: dict[str, Part]) -> Verdict:
         values = {name: part.value for name, part in parts.items()}
         for name, part in parts.items():
             if part.problem is not None:
                 return Verdict(None, part.problem, f"{name} {part.detail}", values)
         weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
-        return Verdict(sum(weighted) if weighted else None, parts=values)
+        total = sum(weighted) if weighted else None
+        if total is not None and not abs(total) <= child.LARGEST:
+            raise UserError(
+                f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}, "
+                f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}: lower the weights in task.reward."
+            )
+        return Verdict(total, parts=values)
 
     def close(self) -> None:
         for scorer in self._scorers.values():
@@ -155,7 +165,8 @@ class InProcess(Scorer):
         self._attempt(child.usable, function)
 
     def score(self, arguments: dict[str, Any]) -> list[Part]:
-        return [Part(value) for value in self._attempt(child.call, self._function, arguments)]
+        own = copy.deepcopy(arguments)  # the function may change them
+        return [Part(value) for value in self._attempt(child.call, self._function, own)]
 
     def _attempt(self, action: Any, *arguments: Any) -> Any:
         try:
@@ -167,13 +178,13 @@ class InProcess(Scorer):
 class InOneChild(Scorer):
     """A user's function: one call for all completions."""
 
-    def __init__(self, spec: str, call_timeout: float) -> None:
+    def __init__(self, spec: str, call_timeout: float, memory_gib: float | None) -> None:
         self._spec = spec
         self._call_timeout = call_timeout
         source, _, function = spec.rpartition(":")
         if source.endswith(".py"):
             source = str(Path(source).expanduser().resolve())
-        self._worker = Worker(f"{source}:{function}", path=[str(Path.cwd()), *sys.path])
+        self._worker = Worker(f"{source}:{function}", path=[str(Path.cwd()), *sys.path], memory_gib=memory_gib)
         loading = self._worker.load()
         if loading.outcome != "returned":
             raise _broken(spec, loading.detail)
@@ -182,7 +193,7 @@ class InOneChild(Scorer):
         reply = self._worker.call(arguments, self._call_timeout)
         if reply.outcome == "returned":
             return [Part(value) for value in reply.values]
-        if reply.outcome in ("raised", "unloadable"):
+        if reply.outcome in ("raised", "memory", "unloadable"):
             raise _broken(self._spec, reply.detail)
         return [_failed(reply)] * len(arguments["completions"])
 
@@ -193,13 +204,15 @@ class InOneChild(Scorer):
 class Pool:
     """Processes that run one function of ours that needs a package."""
 
-    def __init__(self, kind: str, function: str, package: str, timeout: float, workers: int) -> None:
+    def __init__(
+        self, kind: str, function: str, package: str, timeout: float, workers: int, memory_gib: float | None
+    ) -> None:
         """`kind` is the extra that brings the package, and `kind`_reward.py beside this file has the function."""
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
         self._kind, self._timeout, self.closed = kind, timeout, False
         source = Path(__file__).with_name(f"{kind}_reward.py")
-        self._workers = [Worker(f"{source}:{function}", path=sys.path, memory=CHILD_MEMORY) for _ in range(workers)]
+        self._workers = [Worker(f"{source}:{function}", sys.path, memory_gib) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -227,8 +240,8 @@ class Pool:
 
 
 class MathPool(Pool):
-    def __init__(self, function: str, timeout: float, workers: int) -> None:
-        super().__init__("math", function, "math-verify", timeout, workers)
+    def __init__(self, function: str, timeout: float, workers: int, memory_gib: float | None = MEMORY_GIB) -> None:
+        super().__init__("math", function, "math-verify", timeout, workers, memory_gib)
 
 
 class InManyChildren(Scorer):
@@ -262,22 +275,24 @@ class InManyChildren(Scorer):
         self._pool.close()
 
 
-def _scorer(reward: str | RewardFunction, timeout: float, call_timeout: float, workers: int) -> Scorer:
+def _scorer(
+    reward: str | RewardFunction, timeout: float, call_timeout: float, workers: int, memory_gib: float | None
+) -> Scorer:
     if not isinstance(reward, str):
         return InProcess(reward)
     if reward == "exact":
         return InProcess(exact)
     if reward == "math":
-        return InManyChildren(MathPool("math", timeout, workers), ["answer"])
+        return InManyChildren(MathPool("math", timeout, workers, memory_gib), ["answer"])
     if reward == GYM:
-        pool = Pool("gym", "gym", "reasoning-gym", timeout, workers)
+        pool = Pool("gym", "gym", "reasoning-gym", timeout, workers, memory_gib)
         return InManyChildren(pool, ["entry", "generator", "options", "form"])
     if not all(reward.rpartition(":")):
         raise UserError(
             f"There is no reward {reward!r}: exact and math are built in, "
             "and a function of yours is written module:function or path/to/file.py:function."
         )
-    return InOneChild(reward, call_timeout)
+    return InOneChild(reward, call_timeout, memory_gib)
 
 
 def _name(reward: str | RewardFunction) -> str:

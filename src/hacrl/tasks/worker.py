@@ -1,6 +1,7 @@
 """A reward function in a process of its own, killed when it takes too long and started anew when it is gone.
 
-The process is a fresh interpreter, not a fork: the parent has torch's threads.
+The process is a fresh interpreter, not a fork: the parent has torch's threads. Another one, `keeper.py`, stands between
+the two.
 """
 
 import contextlib
@@ -11,18 +12,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hacrl.tasks import child
+from hacrl.tasks import child, keeper
 
 
 @dataclass(frozen=True)
 class Reply:
     """What came of a call. `detail` continues the sentence "Reward function f ..."."""
 
-    outcome: Literal["returned", "raised", "died", "timeout", "unloadable"]
+    outcome: Literal["returned", "raised", "died", "memory", "timeout", "unloadable"]
     values: list[float | None] = field(default_factory=list)
     detail: str = ""
 
@@ -30,12 +30,12 @@ class Reply:
 class Worker:
     """The parent's end of `child.py`; one call at a time."""
 
-    def __init__(self, function: str, path: list[str], memory: int | None = None) -> None:
+    def __init__(self, function: str, path: list[str], memory_gib: float | None = None) -> None:
         """Start a child that imports `function`, "module:name" or "/path/to/file.py:name", with `path` as its
-        sys.path and no more than `memory` bytes, without waiting for it."""
-        self._order = (function, path, memory)
+        sys.path, without waiting for it. With all processes that it starts it may use `memory_gib` of memory."""
+        self._order = (function, path)
+        self._memory_gib = memory_gib
         self._lock = threading.Lock()
-        self._reaping = threading.Lock()
         self._start()
 
     def load(self) -> Reply:
@@ -47,7 +47,10 @@ class Worker:
         """Call the function; if it takes longer than `limit` seconds, the child is killed."""
         with self._lock:
             loading = self._load()
-            return self._exchange((arguments, limit), limit) if loading.outcome == "returned" else loading
+            if loading.outcome != "returned":
+                return loading
+            self._number += 1
+            return self._exchange((self._number, arguments), limit)
 
     def close(self) -> None:
         """End the child. A call under way in another thread gets the outcome "died"."""
@@ -57,13 +60,18 @@ class Worker:
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-u", child.__file__, str(theirs.fileno())]
+        self._control, its = socket.socketpair()
+        fds = [theirs.fileno(), its.fileno()]
+        memory = int((self._memory_gib or 0) * 2**30)
+        command = [sys.executable, "-I", "-S", keeper.__file__, *map(str, [*fds, os.getpid(), memory])]
+        with theirs, its:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, start_new_session=True
             )
+        self._control.settimeout(1.0)
         self._replies = self._socket.makefile("rb")
         self._socket.sendall(pickle.dumps(self._order))
+        self._number = 0
         self._running = True
         self._loaded = False
 
@@ -91,15 +99,16 @@ class Worker:
         timer = threading.Timer(limit, expire)
         timer.daemon = True
         timer.start()
-        answer: tuple[bool, Any] | None = None
+        answer: tuple[int, bool, Any] | None = None
         try:
             if message is not None:
                 self._socket.sendall(pickle.dumps(message))
-            answer = pickle.load(self._replies)
+            while answer is None or answer[0] != self._number:  # never what somebody else has answered
+                answer = pickle.load(self._replies)
         except (EOFError, OSError, pickle.UnpicklingError):
-            pass  # the child is gone: how is told below
+            answer = None  # the child is gone: how is told below
         except BaseException:
-            self._discard()  # or its answer to this message would be taken for one to the next
+            self._discard()  # or its answer to this message would have to be read before the next
             raise
         finally:
             timer.cancel()
@@ -108,36 +117,35 @@ class Worker:
             self._discard()
             return Reply("timeout", detail=f"took longer than {limit:g} s")
         if answer is None:
-            return Reply("died", detail=f"ended its process ({self._discard(grace=1.0)})")
-        succeeded, result = answer
+            return self._gone()
+        _, succeeded, result = answer
         return Reply("returned", values=result or []) if succeeded else Reply("raised", detail=result)
 
+    def _gone(self) -> Reply:
+        word = self._discard(grace=1.0)
+        if word == keeper.MEMORY:
+            limit = f"{self._memory_gib:g} GiB"
+            return Reply("memory", detail=f"used more than the {limit} of memory that task.reward_memory_gib allows")
+        return Reply("died", detail=f"ended its process ({word or signal.SIGKILL.name})")
+
     def _kill(self) -> None:
-        """Kill the child with its own children, also where it ended by itself, and end the send or receive that waits
-        for it."""
-        with self._reaping:
-            if self._process.returncode is None:  # not reaped: its number is still that of its group and of no other
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody in it is alive
-                    os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # not connected any more
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Have the keeper kill the child and all that it started, and end the send or receive that waits for it."""
+        for end in (self._control, self._socket):
+            with contextlib.suppress(OSError):  # not connected any more
+                end.shutdown(socket.SHUT_RDWR)
 
     def _discard(self, grace: float = 0.0) -> str:
-        """Clear away the child, which has `grace` seconds to end by itself; returns how it ended."""
-        deadline = time.monotonic() + grace
-        while time.monotonic() < deadline and not self._has_ended():
-            time.sleep(0.01)
-        self._kill()
-        with self._reaping:
-            code = self._process.wait()
-        self._replies.close()
-        self._socket.close()
+        """Clear away the child, which has `grace` seconds to end by itself; returns the keeper's last word."""
+        for action, seconds in ((self._kill, grace), (self._process.kill, 2 * keeper.ENDING)):
+            try:
+                self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                action()
+        self._process.wait()
+        word = b""
+        with contextlib.suppress(OSError):  # closed before, or a copy of its end lives on elsewhere
+            word = self._control.recv(100)
+        for end in (self._replies, self._socket, self._control):
+            end.close()
         self._running = False
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-    def _has_ended(self) -> bool:
-        """Without reaping the child, where the system can tell."""
-        if self._process.returncode is None and hasattr(os, "waitid"):
-            with contextlib.suppress(ChildProcessError):  # reaped elsewhere
-                return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        return self._process.poll() is not None
+        return word.decode()

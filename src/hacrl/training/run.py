@@ -25,7 +25,7 @@ from hacrl.yaml_settings import apply_overrides, find_item, preset_names, read_s
 
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
-    *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length"),
+    *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length", "reward_memory_gib"),
 }
 """What may be changed when a run is continued; anything else would make it another run."""
 
@@ -198,6 +198,8 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
         agent = None
         if setting == "agents" and parts:
             agent, (setting, *parts) = find_item(whole["agents"], [*parts, ""], key)  # "": none behind the id
+        if setting == "task" and parts:
+            setting = parts[-1]
         if setting not in RESUMABLE_CHANGES:
             raise UserError(
                 f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "

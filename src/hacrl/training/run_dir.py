@@ -181,14 +181,16 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 
 def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()) -> list[str]:
-    """What is set otherwise, the folder and what is allowed aside, for the whole or for an agent."""
+    """What is set otherwise, the folder and what is allowed aside, for the whole, for an agent or for the task."""
     aside = {"output_dir", *allowed}
 
     def settings(config: BaseModel) -> dict[str, Any]:
         data = config.model_dump(mode="json")
-        if "agents" in data:
-            data["agents"] = [{name: agent[name] for name in agent if name not in aside} for agent in data["agents"]]
-        return {name: data[name] for name in data if name not in aside}
+        task = data.get("task") or {}
+        for section in (data, task, *data.get("agents", []), *task.get("mixture", [])):
+            for name in aside & section.keys():
+                del section[name]
+        return data
 
     now, then = settings(new), settings(old)
     return [name for name in now if now[name] != then[name]]

@@ -1,0 +1,131 @@
+"""Keeps the process of a reward function: starts `child.py`, watches its memory, ends it with all that it started.
+
+Run by its path, with the standard library alone, and none of the user's code, so that nothing keeps it from its work.
+It ends when the child does, when `worker.py` shuts the control socket, or when the process of `worker.py` is gone.
+On Linux every process that the function starts stays below this one, also in a session of its own or as a daemon.
+The last word on the control socket says how a child ended that was not told to: MEMORY, "exit code 3" or "SIGABRT".
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+
+LINUX = sys.platform == "linux"
+TICK = 0.05
+"""Seconds between two looks at the memory. A process that fills 10 GB a second is seen half a GB late."""
+SHARE = 0.05
+"""The share of its time that this process spends at most on looking for new processes of the function."""
+ENDING = 5.0
+"""Seconds for processes to end after they were killed."""
+MEMORY = "memory"
+"""The last word for a child that used too much."""
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def prctl(option: int, value: int) -> None:
+    if LINUX:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def start(calls: int) -> int:
+    """Start `child.py` in a session of its own, which signals to its process group do not leave; returns its id."""
+    path = os.path.join(os.path.dirname(__file__), "child.py")
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.execv(sys.executable, [sys.executable, "-P", "-u", path, str(calls)])
+    os.close(calls)
+    return pid
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below this one. None where the system has no /proc."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc") if LINUX else []:
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+    found = [root]
+    for parent in found:  # grows meanwhile
+        found += [pid for pid, its_parent in parents.items() if its_parent == parent]
+    return found[1:]
+
+
+def resident(pid: int) -> int:
+    """Bytes in memory; pages that several processes share count for each."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def proportional(pid: int) -> int:
+    """Bytes in memory; a page that several processes share is divided among them. Takes longer than `resident`."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        for line in file:
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
+    return resident(pid)
+
+
+def watch(pid: int, control: socket.socket, parent: int, memory: int) -> str:
+    """Wait until the child ends, or has to; returns the last word, empty if the parent wants the end or is gone."""
+    family, due = [pid], 0.0
+    while os.getppid() == parent:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == pid:
+            return how(os.waitstatus_to_exitcode(status))
+        now = time.monotonic()
+        if memory and now >= due:
+            family = descendants(os.getpid())
+            due = now + (time.monotonic() - now) / SHARE
+        if memory and sum(map(resident, family)) > memory and sum(map(proportional, family)) > memory:
+            return MEMORY
+        with contextlib.suppress(TimeoutError):
+            control.recv(1)  # for a TICK; nothing is ever sent, so a return means that it was shut
+            break
+    return ""
+
+
+def how(code: int) -> str:
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+
+
+def end(pid: int) -> None:
+    """Kill all that is below this process, and what has lost its parent meanwhile and so came to be."""
+    if not LINUX:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    deadline = time.monotonic() + ENDING
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            for each in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(each, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.01)
+
+
+def main(calls: int, control: int, parent: int, memory: int) -> None:
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    channel = socket.socket(fileno=control)
+    channel.set_inheritable(False)
+    channel.settimeout(TICK)
+    pid = start(calls)
+    word = watch(pid, channel, parent, memory)
+    end(pid)
+    with contextlib.suppress(OSError):  # nobody listens any more
+        channel.sendall(word.encode())
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
