@@ -1,5 +1,6 @@
 """Agents as processes of a real Ray: the same run as in one process, and what happens when one of them is lost."""
 
+import ipaddress
 import logging
 import os
 import re
@@ -7,19 +8,22 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.tasks.keeper import descendants
 from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir
 from integration.test_resume import assert_equal_runs, interruptible
@@ -68,6 +72,27 @@ def ray_processes() -> list[str]:
     return found
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder for this process alone, with a path short enough for Ray."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def listening_sockets(others: list[int]) -> dict[str, list[str]]:
+    """The addresses on which this process and all below it listen, by name; `others` and those below them aside."""
+    found: dict[str, list[str]] = {}
+    aside = {pid for other in others for pid in (other, *descendants(other))}
+    for pid in {os.getpid(), *descendants(os.getpid())} - aside:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.setdefault(process.name(), []).append(connection.laddr.ip.removeprefix("::ffff:"))
+    return found
+
+
 @contextmanager
 def meanwhile(work: Callable[[], None]) -> Iterator[None]:
     """Do this in a thread; what goes wrong there is told at the end."""
@@ -112,12 +137,25 @@ def kill_process(run_dir: Path, agent: str, step: int, rank: int = 0) -> None:
 # --- the same run ----------------------------------------------------------------------------------
 
 
-def test_a_ray_of_its_own_gives_the_same_run_to_the_bit(local: Path, tmp_path: Path) -> None:
-    before = ray_processes()
-    run_dir = train(config(tmp_path / "run", execution="ray")).run_dir
+def test_a_ray_of_its_own_gives_the_same_run_to_the_bit(local: Path, tmp_path: Path, temporary: Path) -> None:
+    """It listens on no address that others reach, and leaves nothing behind."""
+    before, others = ray_processes(), descendants(os.getpid())
+    listening: dict[str, list[str]] = {}
+
+    def look() -> None:
+        wait_for_step(tmp_path / "run", 2)
+        listening.update(listening_sockets(others))
+
+    with meanwhile(look):
+        run_dir = train(config(tmp_path / "run", execution="ray")).run_dir
     assert_equal_runs(run_dir, local)
     assert not ray.is_initialized()
     assert ray_processes() == before
+    assert {"gcs_server", "raylet"} < listening.keys()
+    assert any("AgentProcess" in name for name in listening)
+    addresses = {address for found in listening.values() for address in found}
+    assert all(ipaddress.ip_address(address).is_loopback for address in addresses), listening
+    assert [path for path in temporary.iterdir() if "ray" in path.name] == []
     summary = RunDir(run_dir).summary()
     assert summary is not None
     assert summary["peak_memory_gib"] > 0.3  # of three processes
@@ -230,6 +268,19 @@ def test_restarts_are_bounded(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with meanwhile(lambda: kill_process(run_dir, "b", 2)), pytest.raises(UserError, match=r"0 times already.*--resume"):
         train(on(cluster, run_dir, max_restarts=0))
+
+
+def test_a_ray_of_its_own_keeps_the_logs_of_a_lost_agent(tmp_path: Path, temporary: Path) -> None:
+    run_dir = tmp_path / "run"
+    stop = config(run_dir, execution="ray", ray={"on_failure": "stop"}, agents=[{"id": "b", "model": "zoo:neox-pair"}])
+    with (
+        meanwhile(lambda: kill_process(run_dir, "b", 1)),
+        pytest.raises(UserError, match=r"Agent b .* was lost") as lost,
+    ):
+        train(stop)
+    (folder,) = temporary.glob("ray-*")
+    assert f"Ray's logs are in {folder}. Continue with" in str(lost.value)
+    assert list(folder.glob("session_latest/logs/*.log"))
 
 
 # --- mistakes --------------------------------------------------------------------------------------

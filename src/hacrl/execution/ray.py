@@ -29,6 +29,7 @@ try:
 except ImportError:
     raise UserError("execution: ray needs the package ray. Install it with `pip install 'hacrl[ray]'`.") from None
 
+from hacrl.execution import private_ray
 from hacrl.execution.ray_process import CHUNK, AgentProcess, Reply, SamplerProcess, answer_of
 
 LOST = (
@@ -65,6 +66,9 @@ class RayExecutor:
         self.resident = [0.0] * len(self.ids)
         self.workers: list[Worker] = []
         self.samplers: list[Any] = []
+        self.folder: Path | None = None
+        """Sockets and logs of a private Ray instance."""
+        self.lost = False
         state = random.getstate()
         self._connect()
         random.setstate(state)  # Ray draws from it
@@ -99,7 +103,7 @@ class RayExecutor:
         address = self.config.ray.address
         if address is None:
             cores = int(sum(process["CPU"] for agent in self.config.agents for process in bundles(agent)))
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+            self.folder = private_ray.start(num_cpus=cores, **quiet)
             return
         try:
             if address != "auto":
@@ -188,8 +192,11 @@ class RayExecutor:
         return f"Ray has no room for all agents. Wanted: {each}; {nodes} nodes have {written(there)}. {advice}"
 
     def close(self) -> None:
-        """Processes and placement groups go with the connection; so does a Ray of our own."""
+        """Processes and placement groups go with the connection; so does a private Ray instance, with its folder
+        unless an agent was lost: its logs may say why."""
         ray.shutdown()
+        if self.folder is not None and not self.lost:
+            private_ray.remove(self.folder)
 
     # --- what the trainer asks ---------------------------------------------------------------------
 
@@ -310,7 +317,9 @@ class RayExecutor:
             return answer_of(asked)
         except LOST as error:
             where = f" (process {worker.place[2]} on {worker.place[1]})" if worker.place else ""
-            raise AgentLost(f"Agent {self.ids[worker.agent]}{where} was lost: {reason(error)}.") from error
+            self.lost = True
+            logs = f" Ray's logs are in {self.folder}." if self.folder is not None else ""
+            raise AgentLost(f"Agent {self.ids[worker.agent]}{where} was lost: {reason(error)}.{logs}") from error
 
 
 def bundle(resources: ResourcesConfig) -> dict[str, float]:
