@@ -105,8 +105,8 @@ def warmup(
     for name in ("agent", *(name.replace("_", " ") for name in names), "rows", "dropped"):
         table.add_column(name, justify="left" if name == "agent" else "right")
     for agent_id, agent in result.summary["agents"].items():
-        numbers = ["–" if agent[name] is None else f"{agent[name]:.3f}" for name in names]
-        table.add_row(agent_id, *numbers, f"{agent['rows']:,}", f"{sum(agent['dropped'].values()):,}")
+        numbers = ["–" if agent.get(name) is None else f"{agent[name]:.3f}" for name in names]
+        table.add_row(agent_id, *numbers, f"{agent.get('rows', 0):,}", f"{sum(agent.get('dropped', {}).values()):,}")
     console.print(table)
     agents = [{"id": agent_id, "model": str(model)} for agent_id, model in result.models.items()]
     print("Use them in a config:")

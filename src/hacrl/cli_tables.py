@@ -77,12 +77,12 @@ def print_plan(console: Console, config: RunConfig) -> None:
 
 
 def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    table = Table(title=f"{summary['algorithm']}, {summary['steps']} steps", title_justify="left")
+    table = Table(title=f"{summary.get('algorithm')}, {summary['steps']} steps", title_justify="left")
     for name in ("agent", "start", "final", "rollouts", "updates", "unverified", "dropped"):
         table.add_column(name, justify="left" if name == "agent" else "right")
     for agent_id, agent in summary["agents"].items():
         accuracies = [
-            "–" if agent[key] is None else f"{agent[key]:.3f}" for key in ("start_accuracy", "final_accuracy")
+            "–" if agent.get(key) is None else f"{agent[key]:.3f}" for key in ("start_accuracy", "final_accuracy")
         ]
         counts = [f"{agent.get(name, 0):,}" for name in ("rollouts", "updates", "unverified", "dropped")]
         table.add_row(agent_id, *accuracies, *counts)

@@ -327,7 +327,13 @@ def test_a_damaged_line_is_named(data: Path, tmp_path: Path) -> None:
     evaluate(data, tmp_path / "out")
     path = tmp_path / "out" / "gsm8k.jsonl"
     path.write_text("{broken\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"gsm8k.jsonl has a damaged line .*sampled anew"):
+    with pytest.raises(UserError, match=r"gsm8k.jsonl, line 1, is not a completion: .*sampled anew"):
+        evaluate(data, tmp_path / "out")
+    path.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"gsm8k.jsonl, line 1, is not a completion: prompt_id is missing"):
+        evaluate(data, tmp_path / "out")
+    (tmp_path / "out" / "eval.json").write_text('{"agents": []}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"eval.json is not the results of an evaluation: agents is a list\. Delete"):
         evaluate(data, tmp_path / "out")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hacrl.errors import UserError
 from hacrl.study import results
 from hacrl.study.grid import Study, StudyConfig
 from hacrl.study.results import collect, comparison, print_plan, print_results, read_gpu_seconds, write_results
@@ -140,6 +141,14 @@ def test_gpu_seconds_are_kept_and_shown_where_there_are_any(tmp_path: Path) -> N
     assert row(found["accounting"], variant="gspo")["gpu_seconds"] is None
     assert "GPU-seconds" in printed(found)
     assert "1,250" in printed(found)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": {}}', '{"runs": [1]}', '{"runs": [{"pair": []}]}'])
+def test_a_damaged_study_json_is_named(tmp_path: Path, text: str) -> None:
+    study = make(tmp_path)
+    (study.folder / "study.json").write_text(text)
+    with pytest.raises(UserError, match=r"study\.json is .*: `hacrl study` writes it again"):
+        read_gpu_seconds(study)
 
 
 def test_nothing_done_yet(tmp_path: Path) -> None:

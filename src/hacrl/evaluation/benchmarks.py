@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem
+from hacrl.training import files
+from hacrl.training.files import NUMBER, Kind, read_object
 from hacrl.training.run_dir import RunDir, make_folder, to_json, write_atomically
 from hacrl.yaml_settings import apply_overrides
 
@@ -53,6 +56,26 @@ NOT_HERE = {
     "temperature": "use --temperature",
 }
 """Settings of an agent that an evaluation does not take as KEY=VALUE, and why."""
+
+COMPLETION = Kind(
+    "a completion",
+    {
+        "prompt_id": str,
+        "index": int,
+        "text": str,
+        "reward": NUMBER,
+        "finish_reason": str,
+        "num_tokens": int,
+        "vote?": (int, NoneType),
+    },
+    "Delete the line, or the file: it is sampled anew.",
+    grows=True,
+)
+RESULTS = Kind(
+    "the results of an evaluation",
+    {"agents": {"*": {"model": str, "benchmarks": {"*": {"settings": {}}}}}},
+    "Delete its folder, and all is sampled again; or choose another --output.",
+)
 
 Figure = dict[str, float | None]
 
@@ -228,7 +251,7 @@ class EvaluationDir:
         """Refuse to mix what was done before with something else."""
         self.contents = {"target": target, "agents": {}}
         if self.summary_file.is_file():
-            self.contents = json.loads(self.summary_file.read_text(encoding="utf-8"))
+            self.contents = read_object(self.summary_file, RESULTS)
         for job in (job for own in jobs for job in own):
             agent = self.contents["agents"].get(job.agent.id, {"benchmarks": {}})
             for name, row in agent["benchmarks"].items():
@@ -274,13 +297,7 @@ def read_lines(path: Path) -> list[Line]:
     """The whole lines of a file; what an interruption cut off is not there."""
     if not path.is_file():
         return []
-    *whole, _ = path.read_text(encoding="utf-8", errors="surrogatepass").split("\n")
-    try:
-        return [json.loads(line) for line in whole]
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path} has a damaged line ({error}). Remove the line, or the file: it is sampled anew."
-        ) from error
+    return files.read_lines(path, COMPLETION)
 
 
 def key(line: Line) -> tuple[str, int]:

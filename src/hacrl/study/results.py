@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hacrl.study.grid import Run, Study
 from hacrl.study.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
+from hacrl.training.files import STUDY, read_object
 from hacrl.training.progress import duration
 from hacrl.training.run_dir import write_atomically
 
@@ -79,8 +80,8 @@ def write_results(study: Study, results: dict[str, Any]) -> None:
 def read_gpu_seconds(study: Study) -> dict[str, float]:
     """By name of the run: what earlier calls of the study wrote down."""
     file = study.folder / "study.json"
-    rows = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
-    found = {(row["pair"], row["variant"], row["seed"]): row.get("gpu_seconds") for row in rows}
+    rows = read_object(file, STUDY)["runs"] if file.is_file() else []
+    found = {(row.get("pair"), row.get("variant"), row.get("seed")): row.get("gpu_seconds") for row in rows}
     by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
     return {name: seconds for name, seconds in by_name.items() if seconds is not None}
 
@@ -120,7 +121,7 @@ def done(study: Study, pair: str, variant: str, summaries: Summaries) -> dict[in
 
 
 def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summaries) -> dict[str, Any]:
-    own = {seed: summary["agents"][agent] for seed, summary in done(study, pair, variant, summaries).items()}
+    own = {seed: summary["agents"].get(agent, {}) for seed, summary in done(study, pair, variant, summaries).items()}
     metric = study.config.metric
     judged = {seed: row for seed, row in own.items() if row.get(metric) is not None}
     values = {str(seed): row[metric] for seed, row in judged.items()}
@@ -129,7 +130,7 @@ def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summ
         "pair": pair,
         "variant": variant,
         "agent": agent,
-        "start": mean([row[metric.replace("final", "start")] for row in judged.values()]),
+        "start": mean([row.get(metric.replace("final", "start")) for row in judged.values()]),
         "values": values,
         "mean": mean(list(values.values())),
         "low": low,

@@ -1,6 +1,5 @@
 """Runs the runs of a study, several at once, each in a process of its own."""
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from hacrl.config import RunConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.study.grid import Run, Study, StudyConfig
 from hacrl.study.results import collect, read_gpu_seconds, write_results
+from hacrl.training.files import METRICS, parse_lines
 from hacrl.training.progress import duration
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
 
@@ -328,9 +328,10 @@ def last_step(run: Run) -> int:
         lines.seek(max(file.stat().st_size - TAIL, 0))
         whole = lines.read().split(b"\n")[:-1]
     try:
-        return int(json.loads(whole[-1])["step"])
-    except (ValueError, LookupError):  # longer than what was read
+        *_, (_, last) = parse_lines(b"\n".join([*whole[-1:], b""]), file, METRICS)
+    except (UserError, ValueError):  # longer than what was read, or damaged: the run itself will say so
         return 0
+    return int(last["step"])
 
 
 # --- what a person sees --------------------------------------------------------------------------------------------

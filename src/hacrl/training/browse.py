@@ -1,6 +1,5 @@
 """The rollouts of a run, for a person to read."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,15 @@ from rich.text import Text
 
 from hacrl.errors import UserError
 from hacrl.tasks.problem import Prompt
+from hacrl.training.files import ROLLOUT, each_line
 from hacrl.training.run_dir import RunDir
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """What moves the cursor, changes colours or turns the direction of the text."""
 MAX_CHARACTERS = 2_000
 GAP = "  "
+UNKNOWN: dict[str, Any] = {"index": 0, "reward": None, "num_tokens": 0, "logp_sum": None, "finish_reason": "–"}
+"""What is shown of a rollout that does not say it."""
 USES = ("A", "s", "kept")
 """What is shown of a learner's use of a rollout: advantage, ratio, and whether the clip kept it."""
 
@@ -39,10 +41,11 @@ def show_rollouts(
     if step not in steps:
         raise UserError(f"{run_path} has no rollouts of step {step}; there are steps {steps[0]} to {steps[-1]}.")
     groups: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for text in run.step_file("rollouts", step).read_text(encoding="utf-8").split("\n"):
-        if text:
-            line = json.loads(text)
-            groups.setdefault(line["prompt_id"], []).append((text, line))
+    for text, line in each_line(run.step_file("rollouts", step), ROLLOUT):
+        name = line.get("prompt_id", str(line["prompt"]))
+        groups.setdefault(name, []).append((text, UNKNOWN | line))
+    if not groups:
+        raise UserError(f"{run.step_file('rollouts', step)} is empty. Choose another --step.")
     if agent is not None and agent not in {line["source"] for group in groups.values() for _, line in group}:
         raise UserError(f"{run_path} has no agent {agent}.")
     names = list(groups)
@@ -114,7 +117,7 @@ def _cells(line: dict[str, Any], learners: list[str]) -> list[str]:
         str(line["index"]),
         "unverified" if line["reward"] is None else f"{line['reward']:g}",
         str(line["num_tokens"]),
-        f"{line['logp_sum'] / max(line['num_tokens'], 1):.3f}",
+        "–" if line["logp_sum"] is None else f"{line['logp_sum'] / max(line['num_tokens'], 1):.3f}",
         _plain(str(line["finish_reason"])),
     ]
     for learner in learners:

@@ -15,10 +15,13 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from hacrl.config import RunConfig
-from hacrl.errors import UserError
+from hacrl.errors import UserError, warn
+from hacrl.training.files import ANYTHING, METRICS, SUMMARY, each_line, read_lines, read_object
 from hacrl.yaml_settings import read_source
 
 STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
+UNBEGUN = {".lock", ".config.yaml.partial", ".warmup.yaml.partial"}
+"""What may lie in the folder of a start that was killed before it wrote its config."""
 
 
 class RunDir:
@@ -33,7 +36,7 @@ class RunDir:
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise UserError(f"output_dir: {path} is a file. Choose another output_dir.")
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and {child.name for child in path.iterdir()} - UNBEGUN:
             if (path / "config.yaml").is_file():
                 hint = f"Continue it with `hacrl train {path} --resume`, or choose another output_dir."
                 raise UserError(f"output_dir: {path} already holds a run. {hint}")
@@ -45,13 +48,19 @@ class RunDir:
         run = cls(config.output_dir)
         run.made_folder = not run.path.exists()
         make_folder(run.path)
-        run.write_config(config)
+        try:
+            (run.path / ".lock").touch()  # before the config: a disk that is full here must not leave half a run
+            run.write_config(config)
+        except OSError:
+            run.remove_start()
+            raise
         return run
 
     def remove_start(self) -> None:
-        """What a run makes before its first line of metrics, and nothing else that lies there."""
-        for name in ("config.yaml", "trackers.json", "progress.json", ".lock"):
-            (self.path / name).unlink(missing_ok=True)
+        """Delete what a run makes before its first step, and nothing else that lies there."""
+        for name in ("config.yaml", "metrics.jsonl", "trackers.json", "progress.json", ".lock"):
+            for path in (self.path / name, self.path / f".{name}.partial"):
+                path.unlink(missing_ok=True)
         for name in ("tensorboard", "wandb"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         if self.made_folder:
@@ -125,19 +134,21 @@ class RunDir:
     def summary(self) -> dict[str, Any] | None:
         if not self.summary_file.is_file():
             return None
-        summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
-        return summary
+        return read_object(self.summary_file, SUMMARY)
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.metrics_file) if self.metrics_file.is_file() else []
+        return read_lines(self.metrics_file, METRICS) if self.metrics_file.is_file() else []
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        with self.metrics_file.open("a", encoding="utf-8") as file:
+        with naming(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
-    def amend_metrics(self, more: dict[str, Any]) -> None:
-        """Add to the last line."""
-        *lines, last = self.metrics()
+    def amend_metrics(self, step: int, more: dict[str, Any]) -> None:
+        """Add to the line of the last step."""
+        lines = self.metrics()
+        last = lines.pop() if lines and lines[-1]["step"] == step else {"step": step}
         write_atomically(self.metrics_file, "".join(to_json(line) + "\n" for line in [*lines, last | more]))
 
     def write_step(self, kind: str, step: int, lines: Iterable[dict[str, Any]]) -> None:
@@ -150,18 +161,35 @@ class RunDir:
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`: those steps are about to be done again."""
-        if self.metrics_file.is_file():
-            kept = []
-            for text in self.metrics_file.read_text(encoding="utf-8").splitlines(keepends=True):
-                # A line without its end was cut off by the interruption.
-                if text.endswith("\n") and json.loads(text)["step"] <= step:
-                    kept.append(text)
-            write_atomically(self.metrics_file, "".join(kept))
+        self._rewind_metrics(step)
         for kind in ("rollouts", "trace"):
             for logged in self.steps(kind):
                 if logged > step:
                     self.step_file(kind, logged).unlink()
         self.summary_file.unlink(missing_ok=True)
+
+    def _rewind_metrics(self, step: int) -> None:
+        kept, last = "", -1
+        if self.metrics_file.is_file() and step >= 0:
+            for text, line in each_line(self.metrics_file, METRICS):
+                if line["step"] <= step:
+                    kept, last = kept + text + "\n", line["step"]
+                if line["step"] >= step:  # what follows is not read: a crash may have damaged the end of the file
+                    break
+        if last < step:
+            warn(f"{self.metrics_file} has no line of step {step}: the curves of this run have a gap there.")
+        if self.metrics_file.is_file():
+            write_atomically(self.metrics_file, kept)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to the error of a write that fails: Python names only files that cannot be opened."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def make_folder(path: Path, setting: str = "output_dir") -> None:
@@ -221,13 +249,13 @@ def _finite(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return read_lines(path, ANYTHING)
 
 
 def write_atomically(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.partial")
     try:
-        with aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+        with naming(path), aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -14,9 +14,11 @@ from typing import Any, Protocol, Self
 
 from hacrl.config import RunConfig
 from hacrl.errors import UserError, warn
+from hacrl.training.files import Kind, read_object
 from hacrl.training.run_dir import RunDir, write_atomically
 
 Metrics = dict[str, float]
+NAMES = Kind("the names of a run in its trackers", {"*": str}, "Delete the file: each tracker then gets a new run.")
 
 
 class Tracker(Protocol):
@@ -153,7 +155,7 @@ class Trackers:
         first = logged[-1]["step"] + 1 if logged else 0
         names: dict[str, str] = {}
         if run.trackers_file.is_file():
-            names = json.loads(run.trackers_file.read_text(encoding="utf-8"))
+            names = read_object(run.trackers_file, NAMES)
         for tracker in config.report_to:
             known = tracker in names
             folder = re.sub(r"[^A-Za-z0-9._-]", "-", run.path.resolve().name)[:40]  # what all of them accept

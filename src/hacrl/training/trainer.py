@@ -118,7 +118,7 @@ class Trainer:
         metrics = self.evaluate()
         self.seconds += time.perf_counter() - start
         metrics["time/elapsed"] = self.seconds
-        self.run.amend_metrics(metrics)
+        self.run.amend_metrics(self.step, metrics)
         self.watcher.on_metrics(self.step, {"step": self.step, **metrics})
 
     def train_step(self) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`hacrl watch`: the live table of a run that another process trains, from the run's files."""
 
-import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from hacrl.errors import UserError
+from hacrl.training.files import METRICS, PROGRESS, parse_lines, read_object
 from hacrl.training.progress import View, duration
 from hacrl.training.run_dir import RunDir
 
@@ -45,7 +46,7 @@ class Follower:
         self.view = View(self.run.config())
         self.view.phase = ""
         self._config_changed = self.run.config_file.stat().st_mtime_ns
-        self._file, self._offset = 0, 0
+        self._file, self._offset, self._lines = 0, 0, 0
 
     def __rich__(self) -> View:
         return self.view
@@ -76,14 +77,19 @@ class Follower:
             file.seek(self._offset)
             whole, _, _ = file.read().rpartition(b"\n")  # the last line may be half written
         if whole:
+            first, self._lines = self._lines + 1, self._lines + whole.count(b"\n") + 1
             self._offset += len(whole) + 1
-            for line in whole.decode("utf-8").split("\n"):
-                self.view.add(json.loads(line))
+            for _, line in parse_lines(whole + b"\n", self.run.metrics_file, METRICS, first):
+                self.view.add(line)
 
     def _read_progress(self) -> None:
+        view = self.view
         with suppress(FileNotFoundError):
-            state = json.loads(self.run.progress_file.read_text(encoding="utf-8"))
-            view = self.view
+            try:
+                state = read_object(self.run.progress_file, PROGRESS)
+            except UserError:  # a run that goes on writes the file again
+                view.warning = f"{self.run.progress_file.name} is damaged: what the run does just now is not known."
+                return
             view.phase, view.since, view.busy = state["phase"], state["since"], set(state["agents"])
             view.save_seconds, view.warning = state["save_seconds"], state["warning"]
 

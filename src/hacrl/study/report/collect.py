@@ -4,7 +4,6 @@ Every reader copes with what older or unfinished runs lack: a series that is not
 not there is None.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from hacrl.algorithms import ALGORITHMS
 from hacrl.errors import UserError
 from hacrl.task_config import part_label
+from hacrl.training.files import STUDY, mismatch, read_object
 from hacrl.training.run_dir import RunDir
 from hacrl.yaml_settings import read_source
 
@@ -47,6 +47,8 @@ CUMULATIVE = ("num_rollouts", "num_updates", "elapsed", "step")
 PHASES = {"sampling": "time/sample", "learning": "time/learn", "evaluating": "time/eval"}
 SHOWN_PARTS = 4
 """Of a mixture, by name."""
+CONFIG = {"algorithm": {"name": str}, "agents?": list, "task?": object}
+"""What a report needs of a config."""
 REASONS = {"verifier_errors": "the verifier failed", "verifier_timeouts": "the verifier took too long"}
 
 
@@ -57,10 +59,11 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
     """All of one run but its rollouts."""
     run = RunDir.open(path)
     config, _ = read_source(run.config_file)
-    lines = read_metrics(run.metrics_file)
-    summary = read_summary(run)
-    algorithm = config["algorithm"]
-    name = str(algorithm["name"])
+    if fault := mismatch(config, CONFIG):
+        raise UserError(f"{run.config_file} is not the config of a run: {fault}. Fix the file.")
+    lines = run.metrics()
+    summary = run.summary()
+    name = config["algorithm"]["name"]
     agents = [agent for agent in config.get("agents") or [] if isinstance(agent, dict) and "id" in agent]
     ids = [str(agent["id"]) for agent in agents]
     known = ALGORITHMS.get(name)
@@ -84,33 +87,6 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
         "mass": {learner: {source: mass(learner, source, steps) for source in ids} for learner in ids},
         "lost": lost(ids, steps),
     }
-
-
-def read_metrics(path: Path) -> list[Data]:
-    """The lines of metrics.jsonl; a last one that is still being written is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    texts = path.read_text(encoding="utf-8").split("\n")
-    for number, text in enumerate(texts, 1):
-        if not text:
-            continue
-        try:
-            line = json.loads(text)
-            line["step"] = int(line["step"])
-        except (ValueError, KeyError, TypeError):
-            if number == len(texts):
-                continue
-            raise UserError(f"{path}, line {number}, is not a line of metrics. Mend or remove it.") from None
-        lines.append(line)
-    return lines
-
-
-def read_summary(run: RunDir) -> Data | None:
-    try:
-        return run.summary()
-    except ValueError:
-        raise UserError(f"{run.summary_file} is not valid JSON. Mend or remove it.") from None
 
 
 def describe_task(task: Any) -> str:
@@ -349,15 +325,9 @@ def rounded(value: Any) -> Any:
 def study_data(folder: Path) -> tuple[Data, list[Path | None]]:
     """A study with the data of its runs, and the folders of these runs."""
     path = folder / "study.json"
-    try:
-        study = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except ValueError:
-        raise UserError(f"{path} is not valid JSON. `hacrl study` writes it anew.") from None
-    runs_told = study.get("runs") if isinstance(study, dict) else None
-    if not isinstance(runs_told, list) or not all(isinstance(entry, dict) for entry in runs_told):
-        raise UserError(f"{path} is not the result of a study: it has no runs. `hacrl study` writes it anew.")
+    study = read_object(path, STUDY)
     runs, folders = [], []
-    for entry in runs_told:
+    for entry in study["runs"]:
         run_folder = folder / str(entry.get("dir"))
         if not run_folder.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{path}: the run {entry.get('dir')} lies outside of the study's folder. Mend `dir`.")

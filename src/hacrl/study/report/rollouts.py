@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hacrl.errors import UserError
 from hacrl.study.report.collect import number, rounded, spread
+from hacrl.training.files import ROLLOUT, read_lines
 from hacrl.training.run_dir import RunDir
 
 MAX_TEXT = 20_000
@@ -58,16 +58,9 @@ def step_data(path: Path) -> dict[str, Any]:
     prompts: dict[str, list[Any]] = {}
     sources: dict[str, int] = {}
     rollouts = []
-    for position, text in enumerate(path.read_text(encoding="utf-8", errors="surrogatepass").split("\n"), 1):
-        if not text:
-            continue
-        try:
-            line = json.loads(text)
-            source, prompt = str(line["source"]), prompt_text(line["prompt"])
-            name = str(line.get("prompt_id", prompt))
-            answer = str(line["text"])
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {position}, is not a rollout. Mend or remove it.") from None
+    for line in read_lines(path, ROLLOUT):
+        source, prompt, answer = line["source"], prompt_text(line["prompt"]), line["text"]
+        name = line.get("prompt_id", prompt)
         prompts.setdefault(name, [len(prompts), *cut(prompt)])
         tokens, logp_sum = number(line.get("num_tokens")), number(line.get("logp_sum"))
         rollouts.append(
