@@ -245,10 +245,10 @@ def evaluate(
     for name, value in {"--data": data, **of_models}.items():
         if value is not None and value != []:
             raise UserError(f"{name} needs --benchmarks: the held-out problems are answered as in training.")
-    from hacrl.evaluation.heldout import agents_of, evaluate_target
+    from hacrl.evaluation.heldout import config_of, evaluate_target
     from hacrl.study.report.collect import describe_task
 
-    task = describe_task(agents_of(target, config or "demo", checkpoint)[0].task.model_dump())
+    task = describe_task(config_of(target, config or "demo").task.model_dump())
     table = Table(title=Text(f"Held-out accuracy of {target} on {task}"), title_justify="left")
     for name in ("agent", "model", "accuracy", "95 % interval", "problems", "unverified"):
         table.add_column(name, justify="left" if name in ("agent", "model") else "right", overflow="fold")

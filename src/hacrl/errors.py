@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import re
 from collections.abc import Iterable
 
 OUT_OF_MEMORY = 3
@@ -25,6 +26,18 @@ def lack_of_memory(error: RuntimeError) -> str | None:
     """
     said = [line.strip() for line in str(error).splitlines() if any(words in line for words in LACK_OF_MEMORY)]
     return said[0] if said else str(error) if type(error).__name__ == "OutOfMemoryError" else None
+
+
+def system_error(error: BaseException | None) -> int | None:
+    """The errno behind a library's own error: torch chains the OSError, the Rust libraries quote its number."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        quoted = re.search(r"\(os error (\d+)\)|\[Errno (\d+)\]", str(error))
+        if quoted:
+            return int(quoted[1] or quoted[2])
+        error = error.__context__
+    return None
 
 
 def warn(message: str) -> None:

@@ -417,6 +417,20 @@ def test_with_the_default_an_interrupted_warm_up_continues(tmp_path: Path, capsy
     assert [path.name for path in complete_checkpoints(Path(config.output_dir))] == ["checkpoint-60"]
 
 
+def test_a_warm_up_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make(tmp_path, max_steps=4, batch_size=1, save_every=2, save_total_limit=None)
+    run = warm_up(config, console=Console(file=io.StringIO())).run_dir
+    weights = {path: path.read_bytes() for path in run.glob("checkpoint-4/**/*.safetensors")}
+    (run / "summary.json").unlink()
+    with next(run.glob("checkpoint-4/state/*.pt")).open("r+b") as state:
+        state.write(b"\0")
+    warm_up(config, resume=True, console=Console(file=io.StringIO()))
+    assert "checkpoint-4 is damaged: state/" in caplog.text
+    assert "Going on from checkpoint-2" in caplog.text
+    assert weights
+    assert {path: path.read_bytes() for path in weights} == weights
+
+
 def test_continuing_without_a_checkpoint_says_that_it_starts_from_the_beginning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

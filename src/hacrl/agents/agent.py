@@ -23,6 +23,7 @@ from hacrl.agents.master import MasterWeights, cast_parameters
 from hacrl.agents.policy import Policy
 from hacrl.agents.prompts import has_unknown, render
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
+from hacrl.agents.updating import read_state
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, warn
@@ -257,4 +258,4 @@ class Agent:
             self.weights.load_state_dict(self.model, load_model(self.config, model_dir).state_dict())
         else:
             self.adapter.load(model_dir, self.weights)
-        self.learner.load_state_dict(torch.load(state_file, map_location="cpu", weights_only=True))
+        self.learner.load_state_dict(read_state(state_file, torch.device("cpu")))

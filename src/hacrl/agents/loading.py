@@ -104,6 +104,8 @@ def _open(kind: Any, config: AgentConfig, source: str) -> Any:
 
 def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
     """The model in float32 on its device, without dropout; safetensors only. Adapters become part of its weights."""
+    if source is not None:  # a checkpoint's: if it fails, the agent's own model is not to blame
+        config = config.model_copy(update={"model": str(source)})
     source = source or source_of(config)
     model = _load(config, base_model(source))
     if base_model(source) != str(source):

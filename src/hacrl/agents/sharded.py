@@ -33,6 +33,7 @@ from hacrl.agents.lora import with_same_weights
 from hacrl.agents.master import MasterWeights
 from hacrl.agents.policy import Policy, local
 from hacrl.agents.team import join_team
+from hacrl.agents.updating import read_state
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
 from hacrl.decoder.scoring import TokenLogprobs
@@ -158,8 +159,7 @@ class RankAgent(Agent):
 
     def load(self, model_dir: Path, state_file: Path) -> None:
         self.weights.load_state_dict(self.model, load_model(self.on_cpu, model_dir).state_dict())
-        state = torch.load(state_of(state_file, self.team.rank), map_location=self.device, weights_only=True)
-        self.learner.load_state_dict(state)
+        self.learner.load_state_dict(read_state(state_of(state_file, self.team.rank), self.device))
 
 
 def state_of(state_file: Path, rank: int) -> Path:

@@ -1,6 +1,7 @@
 """Updates of a model, whatever they are made of: passes that fit into memory, gradients added up, an optimizer step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -158,6 +159,19 @@ class Updater:
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+def read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `Updater.state_dict` gave, from a file; UserError if the file holds anything else."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        if not {"optimizer", "updates", "nonfinite_in_a_row"} <= state.keys():
+            raise ValueError("it is not the state of an agent")
+    except Exception as error:  # what torch raises depends on where a file is damaged
+        reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
+        advice = "Delete its checkpoint: the one before it is used then."
+        raise UserError(f"{path} cannot be used: {reason}. {advice}") from error
+    return state
 
 
 def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -11,7 +11,14 @@ from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.tasks import build_task
-from hacrl.training.checkpoint import MARKER, NAME, complete_checkpoints, find_checkpoint, step_of
+from hacrl.training.checkpoint import (
+    MARKER,
+    NAME,
+    complete_checkpoints,
+    find_checkpoint,
+    refuse_damaged_model,
+    step_of,
+)
 from hacrl.training.run_dir import RunDir, to_json, write_atomically
 
 
@@ -76,19 +83,25 @@ def _accuracy(agent: AgentConfig, part: str | None, rewards: list[float | None])
     return Accuracy(agent.id, agent.model, part, mean, *interval(judged), len(rewards), len(rewards) - len(judged))
 
 
+def config_of(target: str, config_source: str) -> RunConfig:
+    """The config of a run; of a model, the given one."""
+    if (Path(target) / "config.yaml").is_file():
+        return RunDir.open(target).config()
+    return RunConfig.load(config_source)
+
+
 def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
     """The agents of a run as they were at a checkpoint, or a model with the settings of the config's first agent."""
     if (Path(target) / "config.yaml").is_file():
-        run = RunDir.open(target)
-        config = run.config()
-        chosen = find_checkpoint(run.path, step)
+        config = config_of(target, config_source)
+        chosen = find_checkpoint(Path(target), step)
         agents = [
             agent.model_copy(update={"model": str(chosen / "agents" / agent.id), "log_kl": False})
             for agent in config.agents
         ]
         return config, agents
     check_model(target, step)
-    config = RunConfig.load(config_source)
+    config = config_of(target, config_source)
     first = config.agents[0]
     return config, [first.model_copy(update={"id": "model", "model": target, "log_kl": False})]
 
@@ -114,6 +127,7 @@ def check_model(target: str, step: int | None) -> None:
     if not path.exists() and (target.startswith((".", "/", "~", "runs/")) or target.count("/") > 1):
         raise UserError(f"There is no folder {target}. Give the folder of a run or of a model.")
     resolve_model(target)
+    refuse_damaged_model("model", target)
 
 
 def interval(rewards: list[float], z: float = 1.96) -> tuple[float, float]:

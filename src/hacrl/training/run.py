@@ -16,7 +16,7 @@ from hacrl.execution.executor import AgentLost, Executor
 from hacrl.execution.local import LocalExecutor
 from hacrl.seeding import seed_all
 from hacrl.tasks import build_task
-from hacrl.training.checkpoint import complete_checkpoints, step_of
+from hacrl.training.checkpoint import complete_checkpoints, refuse_damaged_model, step_of
 from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
@@ -124,6 +124,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
     seed_all(config.seed)
     for agent in config.agents:
         resolve_model(agent.model, f"agents.{agent.id}.model")
+        refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
     task, remarks = build_task(config.task, config.seed)
     with (
         task.verifier,

@@ -41,6 +41,10 @@ ACCOUNTED = ("rollouts", "tokens", "tokens_trained", "updates")
 """What a result has cost, besides time and memory."""
 
 
+STATE = ("step", "position", "capability", "task", "totals", "times", "accuracy", "seconds", "random", "ahead")
+"""What a checkpoint must say about the trainer."""
+
+
 class Watcher(Protocol):
     """Somebody who looks at a run while it goes on."""
 
@@ -390,12 +394,12 @@ class Trainer:
         checkpoint.prune(self.run.path, self.config.save_total_limit, best)
 
     def resume(self) -> None:
-        """Go back to the newest complete checkpoint, or to the start if there is none."""
-        checkpoint.remove_leftovers(self.run.path)
-        found = checkpoint.complete_checkpoints(self.run.path)
+        """Go back to the newest whole checkpoint, or to the start if there is none."""
+        self.watcher.on_phase("checking")
+        found = checkpoint.to_continue_from(self.run.path)
         if found:
-            self.load_state_dict(checkpoint.load_state(found[-1]))
-            self.executor.load(found[-1])
+            self.load_state_dict(checkpoint.load_state(found, STATE))
+            self.executor.load(found)
         self.run.rewind(self.step if found else -1)
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
     for agent in config.agents:
         if agent.model is not None:
             resolve_model(agent.model, f"agents.{agent.id}.model")
+            checkpoint.refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
         if agent.tokenizer is not None:
             resolve_tokenizer(agent)
     task, remarks = build_task(config.task, config.seed) if config.task else (None, [])
@@ -214,13 +215,12 @@ class Warmup:
             pupil.agent.save(*files_of(folder, pupil.config.id))
 
     def resume(self) -> None:
-        """Go back to the newest complete checkpoint, or to the start if there is none."""
-        checkpoint.remove_leftovers(self.run.path)
-        found = checkpoint.complete_checkpoints(self.run.path)
+        """Go back to the newest whole checkpoint, or to the start if there is none."""
+        found = checkpoint.to_continue_from(self.run.path)
         if found:
-            self._load_state_dict(checkpoint.load_state(found[-1]))
+            self._load_state_dict(checkpoint.load_state(found, ("step", "seconds", "agents", "random")))
             for pupil in self.pupils:
-                pupil.agent.load(*files_of(found[-1], pupil.config.id))
+                pupil.agent.load(*files_of(found, pupil.config.id))
         else:
             self.display.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
         self.run.rewind(self.step if found else -1)
