@@ -15,7 +15,7 @@ from rich.text import Text
 from hacrl import __version__
 from hacrl.cli_tables import print_benchmarks, print_checks, print_models, print_plan, print_summary
 from hacrl.config import RunConfig
-from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, lack_of_memory
+from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, lack_of_memory, system_error
 
 app = typer.Typer(
     help="Heterogeneous agents learn together: reinforcement learning with verifiable rewards, shared rollouts.",
@@ -354,18 +354,16 @@ def main() -> None:
     except TrainingDiverged as error:
         advice = "Checkpoints are intact: start a new run whose agents' model is RUN/checkpoint-STEP/agents/ID, with a"
         fail(f"{error} {advice} smaller learning_rate.", 1)
-    except RuntimeError as error:
-        lack = lack_of_memory(error)
+    except Exception as error:
+        if system_error(error) in OUT_OF_SPACE:
+            fail(f"The disk is full ({error}). Free some space; `hacrl train RUN --resume` continues a run.", 2)
+        if isinstance(error, OSError) and error.errno in NOT_USABLE:
+            fail(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", 2)
+        lack = lack_of_memory(error) if isinstance(error, RuntimeError) else None
         if lack is None:
             raise
         advice = "Lower micro_batch_size or sampling_batch_size, or give each agent its GPU."
         fail(f"Out of memory ({lack}). {advice}", OUT_OF_MEMORY)
-    except OSError as error:
-        if error.errno in OUT_OF_SPACE:
-            fail(f"The disk is full ({error}). Free some space; `hacrl train RUN --resume` continues a run.", 2)
-        if error.errno in NOT_USABLE:
-            fail(f"{error.filename} cannot be used: {error.strerror}. Choose another place.", 2)
-        raise
 
 
 if __name__ == "__main__":

@@ -225,7 +225,8 @@ class Progress:
         finally:
             with self._lock:
                 self._file = None
-                file.unlink(missing_ok=True)
+                for path in (file, aside_of(file)):
+                    path.unlink(missing_ok=True)
 
     def recall(self, lines: Iterable[dict[str, Any]]) -> None:
         """What a run that is continued had logged before."""
@@ -281,10 +282,15 @@ class Progress:
             # Not flushed to disk, unlike the run's other files: nobody needs it after a crash. And a disk that is
             # full is told by what does matter.
             with suppress(OSError):
-                aside = self._file.with_name(f".{self._file.name}.partial")
+                aside = aside_of(self._file)
                 aside.write_text(json.dumps(state) + "\n", encoding="utf-8")
                 aside.replace(self._file)
         return True
+
+
+def aside_of(file: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return file.with_name(f".{file.name}.partial")
 
 
 class _Notes(logging.Handler):

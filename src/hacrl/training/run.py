@@ -157,7 +157,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
             except AgentLost:  # `train` goes on
                 raise
             except Exception as error:
-                if not resume and not run.metrics():  # nothing worth keeping
+                if not resume and trainer.step == 0:  # nothing worth keeping
                     run.remove_start()
                 elif isinstance(error, UserError):
                     raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
