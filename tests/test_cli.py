@@ -435,6 +435,12 @@ def model_with_too_few_weights() -> dict[str, Any]:
     return {"agents": [{"id": "a", "model": "./model"}]}
 
 
+def model_with_too_many_weights() -> dict[str, Any]:
+    shutil.copytree(ZOO / "llama-weak", "model")
+    edit_json(Path("model/config.json"), num_hidden_layers=1)
+    return {"agents": [{"id": "a", "model": "./model"}]}
+
+
 def model_without_end_of_turn() -> dict[str, Any]:
     without_end_of_turn("endless")
     return {"agents": [TINY["agents"][0], {"id": "b", "model": "./endless"}]}
@@ -547,6 +553,10 @@ BAD_INPUT: list[tuple[Callable[[], dict[str, Any]], list[str]]] = [
     (model_without_weights, ["agents.a.model", "./model could not be loaded"]),
     (model_with_damaged_weights, ["agents.a.model", "./model could not be loaded", "not fully covered"]),
     (model_with_too_few_weights, ["agents.a.model", "./model could not be loaded", "lack", "model.layers.3."]),
+    (
+        model_with_too_many_weights,
+        ["agents.a.model", "./model could not be loaded", "does not have", "model.layers.1."],
+    ),
     (model_without_end_of_turn, ["agents.b", "no end-of-turn token", "eos_token", "tokenizer_config.json"]),
     (long_prompt, ["train-long", "83 tokens", "agent a", "max_prompt_length (32)", "set it to 83 or more"]),
     (long_heldout_prompt, ["eval-000000", "max_prompt_length (32)"]),

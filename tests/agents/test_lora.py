@@ -3,14 +3,14 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -317,6 +317,41 @@ def test_adapters_that_mean_something_else_are_refused(option: str, value: Any, 
     file.write_text(json.dumps({**json.loads(file.read_text()), option: value}))
     with pytest.raises(UserError, match=rf"agents\.a\.lora: .* holds adapters with {option} .* merge_and_unload"):
         make_agent(model=str(folder))
+
+
+def without_its_first(state: dict[str, torch.Tensor]) -> None:
+    del state[min(state)]
+
+
+def with_a_nan(state: dict[str, torch.Tensor]) -> None:
+    state[min(state)].view(-1)[0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (None, ("adapter_model.safetensors", "could not be loaded")),
+        (without_its_first, ("does not fit its model", "missing adapter keys")),
+        (with_a_nan, ("is not finite", "has numbers that are not finite")),
+    ],
+)
+def test_damaged_adapters_are_told(
+    change: Callable[[dict[str, torch.Tensor]], None] | None, messages: tuple[str, str], run_dir: Path, tmp_path: Path
+) -> None:
+    """Whether they are to be trained further or to become part of their model."""
+    folder = Path(shutil.copytree(complete_checkpoints(run_dir)[-1] / "agents" / "a", tmp_path / "adapters"))
+    file = folder / "adapter_model.safetensors"
+    if change is None:
+        file.write_bytes(b"garbage")
+    else:
+        state = load_file(file)
+        change(state)
+        save_file(state, file, metadata={"format": "pt"})
+    for lora, message in zip(({"r": 4}, None), messages, strict=True):
+        with pytest.raises(UserError, match=message) as caught:
+            make_agent(model=str(folder), lora=lora)
+        assert str(caught.value).startswith("agents.a.")
+        assert str(folder) in str(caught.value)
 
 
 def test_a_run_with_adapters_is_evaluated(run_dir: Path) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import (
     Bases,
+    check_vocabulary,
     end_of_turn_ids,
     load_base,
     load_model,
@@ -17,18 +18,19 @@ from hacrl.agents.loading import (
     positions_of,
     readable_ids,
     source_of,
+    vocabulary_of,
 )
 from hacrl.agents.lora import Adapter, base_model, with_same_weights
 from hacrl.agents.master import MasterWeights, cast_parameters
-from hacrl.agents.policy import Policy
-from hacrl.agents.prompts import has_unknown, render
+from hacrl.agents.policy import Policy, naming
+from hacrl.agents.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
 from hacrl.agents.updating import read_state
 from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, warn
 from hacrl.rollouts.engine import Engine, SamplingParams
-from hacrl.rollouts.rollout import Rollout
+from hacrl.rollouts.rollout import Completion, Rollout
 from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
 from hacrl.seeding import ADAPTER, EVALUATE, SAMPLE, derive_seed
 from hacrl.tasks.problem import Problem, Prompt
@@ -82,6 +84,8 @@ class Agent:
 
     def read_tokens(self) -> None:
         """What ends a turn, what is text, and how others' text becomes tokens."""
+        check_vocabulary(self.model, self.tokenizer, self.config.id)
+        self.vocabulary = vocabulary_of(self.model)
         self.stop_ids = end_of_turn_ids(self.model, self.tokenizer, self.config.id)
         self.readable = readable_ids(self.tokenizer, self.stop_ids)
         self.retokenizer = Retokenizer(self.tokenizer, self.stop_ids[0], self.config.max_completion_length)
@@ -100,7 +104,10 @@ class Agent:
         return bool(self.tokenizer.chat_template)
 
     def render(self, prompt: Prompt) -> list[int]:
-        return render(self.tokenizer, self.config, prompt)
+        """Token ids of a prompt; only a `Beginning` of them if they are far too many."""
+        ids = render(self.tokenizer, self.config, prompt, self.config.max_prompt_length)
+        check_ids(ids, self.vocabulary, self.tokenizer, self.config)
+        return ids
 
     def opened_block(self, problem: Problem) -> str:
         """The block that the agent's prompt opens for its completions, for example <think>; empty: none."""
@@ -112,7 +119,7 @@ class Agent:
         if len(ids) > self.config.max_prompt_length:
             raise self._too_long(
                 problem.id,
-                len(ids),
+                ids,
                 f"Continue the run with agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
                 "max_prompt_length alone is that of all agents without their own.",
             )
@@ -121,15 +128,17 @@ class Agent:
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         """UserError if some are too long; a warning if the tokenizer does not know some of their characters."""
         self._check_positions()
-        longest, longest_id, unknown = 0, "", ""
+        longest, longest_id, unknown = list[int](), "", ""
         for problem in problems:
             ids = self.render(problem.prompt)
+            if isinstance(ids, Beginning):
+                raise self._too_long(problem.id, ids)
             if not unknown and has_unknown(self.tokenizer, ids):
                 unknown = problem.id
-            if len(ids) > longest:
-                longest, longest_id = len(ids), problem.id
-        if longest > self.config.max_prompt_length:
-            advice = f"None that was checked has more: set it to {longest} or more, or keep longer problems out."
+            if len(ids) > len(longest):
+                longest, longest_id = ids, problem.id
+        if len(longest) > self.config.max_prompt_length:
+            advice = f"None that was checked has more: set it to {len(longest)} or more, or keep longer problems out."
             raise self._too_long(longest_id, longest, advice)
         if unknown:
             warn(
@@ -137,7 +146,10 @@ class Agent:
                 f"know. The first is that of {unknown}."
             )
 
-    def _too_long(self, problem_id: str, length: int, advice: str) -> UserError:
+    def _too_long(self, problem_id: str, ids: list[int], advice: str = "") -> UserError:
+        length = str(len(ids))
+        if isinstance(ids, Beginning):
+            length, advice = f"more than {length}", "Shorten it, or remove it from the data."
         return UserError(
             f"The prompt of {problem_id} has {length} tokens for agent {self.config.id}, more than max_prompt_length "
             f"({self.config.max_prompt_length}). {advice}"
@@ -169,7 +181,7 @@ class Agent:
         prompts = [self.prompt_ids(problem) for problem in problems]
         seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
         rollouts = []
-        for position, group in enumerate(self.engine.sample(prompts, params, seed)):
+        for position, group in enumerate(self._complete(prompts, params, seed)):
             end = self.retokenizer.end_of(prompts[position])
             for index, completion in enumerate(group):
                 content = completion.content_ids
@@ -195,6 +207,10 @@ class Agent:
                 )
         return rollouts
 
+    def _complete(self, prompts: Sequence[list[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+        with naming(self.config, self.learner.updates):
+            return self.engine.sample(prompts, params, seed)
+
     def _params(self, num_generations: int) -> SamplingParams:
         config = self.config
         return SamplingParams(
@@ -217,7 +233,7 @@ class Agent:
         params, seed = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop)), 0
         if sampled:  # with the same random numbers in each evaluation: what changes is the policy
             params, seed = self._params(1), derive_seed(self.seed, EVALUATE, self.index)
-        groups = self.engine.sample([self.prompt_ids(problem) for problem in problems], params, seed)
+        groups = self._complete([self.prompt_ids(problem) for problem in problems], params, seed)
         return [decode(self.tokenizer, completion.content_ids) for (completion,) in groups]
 
     # --- learning ----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import (
     AutoConfig,
@@ -166,7 +165,9 @@ def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTra
         model, report = AutoModelForCausalLM.from_pretrained(
             **place, config=config, dtype=dtype, quantization_config=dequantize, output_loading_info=True
         )
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of libraries, about a file of anybody
         reason = " ".join(str(error).replace(str(file), source).split())
         raise UserError(f"{source} could not be read by transformers: {reason}") from None
     if missing := sorted(report["missing_keys"]):
@@ -222,9 +223,9 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
     ids: list[int] = []
     if tokenizer.chat_template:
         try:
-            ids = [token for token in closing_ids(tokenizer) if token in special]
-        except TemplateError as error:
-            raise UserError(f"The chat template of the file does not work: {error}.") from None
+            ids = [token for token in closing_ids(tokenizer, "The file") if token in special]
+        except UserError as error:
+            raise UserError(f"The chat template of the file does not work: {error.__cause__}.") from None
     if metadata.eos_id is not None:
         ids.append(metadata.eos_id)
     if not ids:

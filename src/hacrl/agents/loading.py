@@ -1,24 +1,41 @@
 """Models and tokenizers from the zoo, a local folder or the Hugging Face hub."""
 
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from hacrl.agents.amx import avoid_broken_amx
-from hacrl.agents.lora import CONFIG_FILE, Adapter, base_model, merged
+from hacrl.agents.lora import CONFIG_FILE, Adapter, base_model, merged, read_options
 from hacrl.agents.master import cast_parameters
+from hacrl.agents.opening import AGAIN, not_loaded, opening
+from hacrl.agents.prompts import chat_text, check_template
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, nearest
 
 disable_progress_bar()
+# A table of what `_misfit` puts into a sentence; only errors of conversion are told nowhere else.
+logging.getLogger("transformers.modeling_utils").addFilter(
+    lambda record: "LOAD REPORT" not in record.getMessage() or "CONVERSION" in record.getMessage()
+)
 
 ZOO = Path(__file__).parent / "zoo" / "models"
+
+MAX_LAYERS = 1000
+"""More than any model has. All are built before a file of weights is read."""
+PARAMETERS_PER_BYTE = 8
+"""At most, in files of weights, however they are quantized."""
+PROBE_LENGTH = 8
+"""Tokens that a model is given once, to see that it works."""
+OLD_BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq", ".position_ids")
+"""Ends of names of tables that earlier versions of transformers saved; they are computed now."""
 
 
 def zoo_names() -> list[str]:
@@ -38,6 +55,8 @@ def resolve_model(model: str, where: str = "model", files: Sequence[str] = ("con
             raise UserError(
                 f"{where}: the folder {model} has no {files[0]}, so it is not a saved {where.split('.')[-1]}."
             )
+        if CONFIG_FILE in files and (path / CONFIG_FILE).is_file():
+            read_options(path, where)
         return str(path)
     is_hub_id = len(model.split("/")) == 2 and not model.startswith((".", "/", "~"))
     if path.exists() or not is_hub_id:
@@ -58,7 +77,16 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model_config(config: AgentConfig) -> Any:
-    return _open(AutoConfig, config, base_model(source_of(config)))
+    return _open_config(config, base_model(source_of(config)))
+
+
+def _open_config(config: AgentConfig, source: str) -> Any:
+    with _opening(config, source, "config.json"):
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
+        if layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MAX_LAYERS:,}")
+    return model_config
 
 
 def positions_of(model_config: Any) -> int | None:
@@ -77,10 +105,14 @@ def looks_positions_up(model: Any, positions: int) -> bool:
 
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
     source = source_of(config)
-    if not Path(source).is_dir():
-        load_model_config(config)  # where there is no such model, the tokenizer would wait for the hub twice
+    load_model_config(config)  # a tokenizer reads it too, and where there is no model it would wait for the hub twice
     own = not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file()
-    tokenizer: PreTrainedTokenizerBase = _open(AutoTokenizer, config, source if own else base_model(source))
+    source = source if own else base_model(source)
+    with _opening(config, source, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code
+        )
+    check_template(tokenizer, config, place_of(config))
     # Lengths are checked against the model's positions; what the tokenizer says of them may be anything.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
@@ -95,11 +127,21 @@ def place_of(config: AgentConfig) -> str:
     return "model" if config.id == "model" else f"agents.{config.id}.model"
 
 
-def _open(kind: Any, config: AgentConfig, source: str) -> Any:
-    try:
-        return kind.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(config, error) from None
+def _named(config: AgentConfig, source: str | Path) -> tuple[str, str]:
+    """Where a message says a source was given, and what it calls it: what the config says, or a checkpoint, or the
+    model that adapters name as their base."""
+    given = source_of(config)
+    if str(source) == given:
+        return place_of(config), config.model
+    return f"{place_of(config)} ({config.model})" if str(source) == base_model(given) else place_of(config), str(source)
+
+
+def _opening(config: AgentConfig, source: str | Path, file: str = "") -> AbstractContextManager[None]:
+    return opening(*_named(config, source), file)
+
+
+def _refused(config: AgentConfig, source: str | Path, why: str) -> UserError:
+    return not_loaded(*_named(config, source), why)
 
 
 def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
@@ -109,8 +151,10 @@ def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
     source = source or source_of(config)
     model = _load(config, base_model(source))
     if base_model(source) != str(source):
-        model = merged(model, source)
-    return model.to(resolve_device(config.device)).eval()
+        with _opening(config, source):
+            model = merged(model, source)
+        _check_finite(model, config, source)
+    return _working(model.to(resolve_device(config.device)).eval(), config, source)
 
 
 Bases = dict[tuple[str, str, str], Any]
@@ -124,58 +168,166 @@ def load_base(config: AgentConfig, bases: Bases) -> Any:
     if key not in bases:
         model = _load(config, source).requires_grad_(False).eval()
         cast_parameters(model, getattr(torch, config.dtype))  # before it is moved: a GPU need not hold float32
-        bases[key] = model.to(device)
+        bases[key] = _working(model.to(device), config, source)
     return bases[key]
 
 
 def _load(config: AgentConfig, source: str) -> Any:
     if config.dtype == "bfloat16" and resolve_device(config.device).type == "cpu":
         avoid_broken_amx()
-    try:
+    damaged = _damaged_file(source)
+    if not damaged:
+        _check_size(config, source)
+    with _opening(config, source, "generation_config.json"):
+        if (Path(source) / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(source)  # loading a model passes over a file that cannot be read
+    with _opening(config, source, damaged):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _not_loaded(config, error) from None
-    if missing := sorted(report["missing_keys"]):
-        # They would start at random, which looks like a very weak model and nothing else.
-        raise _not_loaded(config, ValueError(f"its files lack {len(missing)} weights, the first is {missing[0]}."))
-    if model.generation_config is not None:
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:
-            # Sampling values without do_sample: common in published models, and refused when a model is saved.
-            model.generation_config.do_sample = True
+    if trouble := _misfit(report):
+        raise _refused(config, source, trouble)
+    _check_finite(model, config, source)
+    with _opening(config, source, "generation_config.json"):
+        _allow_saving(model.generation_config)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers' default leaves the soft cap out
     return model
 
 
+def _check_size(config: AgentConfig, source: str) -> None:
+    """UserError if config.json describes no model, or one that the files are too small for; nothing is allocated."""
+    model_config = _open_config(config, source)
+    with _opening(config, source, "config.json"):
+        parameters = _on_meta(model_config, config).num_parameters()
+        stored = sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
+        if stored and parameters > PARAMETERS_PER_BYTE * stored:
+            raise ValueError(f"it describes {parameters:,} parameters, and the files of weights have {stored:,} bytes")
+
+
+def _on_meta(model_config: Any, config: AgentConfig) -> Any:
+    """A model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+
+
+def _damaged_file(source: str) -> str:
+    """Name of the first file of weights in a folder that cannot be opened; empty if all can."""
+    for file in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception:  # what is wrong with it is told when the model is loaded
+            return file.name
+    return ""
+
+
+def _misfit(report: dict[str, Any]) -> str | None:
+    """Why weights and config.json do not belong together; None if they do.
+
+    Weights that are missing would start at random, surplus ones would be left out: both look like a very weak model
+    and nothing else. transformers does not report what an architecture is known to leave out.
+    """
+    missing = sorted(report["missing_keys"])
+    surplus = sorted(name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_BUFFERS))
+    if missing:
+        return f"its files lack {len(missing)} weights, the first is {missing[0]}. {AGAIN}"
+    if report["mismatched_keys"]:
+        name, stored, wanted = min(report["mismatched_keys"])
+        return f"the weight {name} has the shape {tuple(stored)}, and by config.json it is {tuple(wanted)}. {AGAIN}"
+    if surplus:
+        return (
+            f"its files have {len(surplus)} weights that a model of this config.json does not have, the first is "
+            f"{surplus[0]}. Correct config.json; or, if it is right, open the model with AutoModelForCausalLM and save "
+            "it again, which leaves them out."
+        )
+    return None
+
+
+def _check_finite(model: Any, config: AgentConfig, source: str | Path) -> None:
+    for name, tensor in model.state_dict().items():
+        # The sum is quick, and finite unless a number is not or all are huge.
+        if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+            raise _refused(config, source, f"the weight {name} has numbers that are not finite. {AGAIN}")
+
+
+def _working(model: Any, config: AgentConfig, source: str | Path) -> Any:
+    """The model, after a look at some tokens; UserError if it fails, or if its logits are not finite."""
+    ids = torch.arange(min(PROBE_LENGTH, vocabulary_of(model)), device=model.device)[None]
+    with _opening(config, source), torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    if not bool(torch.isfinite(logits).all()):
+        raise _refused(config, source, f"its weights are finite, but its logits are not. {AGAIN}")
+    return model
+
+
+def _allow_saving(generation: GenerationConfig | None) -> None:
+    """Sampling values without do_sample are common in published models, and refused when a model is saved."""
+    if generation is None:
+        return
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+        generation.validate(strict=True)
+
+
 def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> list[int]:
-    """Tokens that end a turn; first the one a learner appends, which is how its chat template closes a turn."""
+    """Tokens that end a turn; first the one a learner appends, which is how its chat template closes a turn.
+
+    UserError if there is none, or if the model has no such tokens.
+    """
     generation: Any = model.generation_config
     configured = generation.eos_token_id if generation is not None else None
     listed = configured if isinstance(configured, list) else [configured]
-    ids = list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *listed] if token is not None))
+    ids = [token for token in [tokenizer.eos_token_id, *listed] if token is not None]
     if not ids:
         raise UserError(
             f"agents.{agent_id}: the model has no end-of-turn token. Set eos_token in its tokenizer_config.json "
             "or eos_token_id in its generation_config.json."
         )
+    rows = vocabulary_of(model)
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < rows:
+            raise UserError(
+                f"agents.{agent_id}: {model.name_or_path} names the end-of-turn token {token!r}, but the model has the "
+                f"tokens 0 to {rows - 1}. Correct eos_token_id in generation_config.json, or its tokenizer."
+            )
+    ids = list(dict.fromkeys(ids))
     if len(ids) > 1 and tokenizer.chat_template:
-        closing = closing_ids(tokenizer)
+        closing = closing_ids(tokenizer, f"agents.{agent_id}")
         ids.sort(key=lambda token: closing.index(token) if token in closing else len(closing))
     return ids
 
 
-def closing_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def vocabulary_of(model: Any) -> int:
+    """Tokens that a model has a row for; often more than its tokenizer has, by padding."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> None:
+    """UserError if text may become a token that the model does not have.
+
+    Special ones do no harm while no prompt has them: Gemma 3 of 1B has one for images, which it cannot see.
+    """
+    last, rows = max(readable_ids(tokenizer, []), default=0), vocabulary_of(model)
+    if last >= rows:
+        raise UserError(
+            f"agents.{agent_id}.model: the tokenizer of {tokenizer.name_or_path} has the token {last}, but the model "
+            f"has the tokens 0 to {rows - 1} (vocab_size in config.json). They belong to different models: put the "
+            "model's own tokenizer there."
+        )
+
+
+def closing_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     """The tokens its chat template puts behind an assistant's words."""
     turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False)
+    text = chat_text(tokenizer, turn, where, tokenizer.name_or_path)
     return list(tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False))
 
 
@@ -188,17 +340,10 @@ def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set
 def count_parameters(config: AgentConfig) -> tuple[int, int]:
     """Of the model, and how many are trained; from its configuration alone: no weights are read."""
     model_config = load_model_config(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    with _opening(config, base_model(source_of(config)), "config.json"):
+        model = _on_meta(model_config, config)
         parameters = sum(parameter.numel() for parameter in model.parameters())
+    with torch.device("meta"):
         adapters = [] if config.lora is None else Adapter(model, config, config.model, seed=0).parameters
     trained = sum(parameter.numel() for parameter in adapters) if adapters else parameters
     return parameters, trained
-
-
-def _not_loaded(config: AgentConfig, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())
-    what = config.model
-    if not what.startswith("zoo:") and not Path(what).expanduser().is_dir():
-        what = f"there is no folder {what}, and the hub's model of that name"
-    return UserError(f"{place_of(config)}: {what} could not be loaded: {reason}")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hacrl.agents.master import MasterWeights
+from hacrl.agents.opening import opening
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 
@@ -88,10 +90,10 @@ class Adapter:
 
     def _read(self, folder: Path, targets: Sequence[Tensor]) -> None:
         """The adapters of a folder; UserError if they are not like these."""
-        saved = read_options(folder)
+        saved = read_options(folder, self.where)
         for name in ("r", "lora_alpha", "target_modules"):
-            own, other = getattr(self.options, name), saved[name]
-            if (set(own) != set(other)) if name == "target_modules" else own != other:
+            own, other = getattr(self.options, name), saved.get(name)
+            if (set(own) != set(other or ())) if name == "target_modules" else own != other:
                 raise UserError(
                     f"{self.where}: {folder} holds adapters with {name} {other}, not {own}. Set lora to that."
                 )
@@ -101,14 +103,25 @@ class Adapter:
                     f"{self.where}: {folder} holds adapters with {name} {saved[name]}, which cannot be trained further "
                     "here. Merge them into their model with PEFT's merge_and_unload, and give that model."
                 )
-        state = load_file(folder / WEIGHTS_FILE)
+        with opening(self.where, folder, WEIGHTS_FILE):
+            state = load_file(folder / WEIGHTS_FILE)
+        wanted = {name.replace(".default.", "."): target for name, target in zip(self.names, targets, strict=True)}
+        for name in sorted(state.keys() | wanted.keys()):
+            if name not in state or name not in wanted or state[name].shape != wanted[name].shape:
+                raise UserError(f"{self.where}: {folder / WEIGHTS_FILE} does not fit its model: see its weight {name}.")
+            if not bool(torch.isfinite(state[name]).all()):
+                raise UserError(f"{self.where}: the weight {name} in {folder / WEIGHTS_FILE} is not finite.")
         with torch.no_grad():
-            for name, target in zip(self.names, targets, strict=True):
-                target.copy_(state[name.replace(".default.", ".")])
+            for name, target in wanted.items():
+                target.copy_(state[name])
 
 
-def read_options(folder: str | Path) -> dict[str, Any]:
-    options: dict[str, Any] = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+def read_options(folder: str | Path, where: str = "model") -> dict[str, Any]:
+    """What adapter_config.json says; UserError if it does not name the model that the adapters belong to."""
+    with opening(where, folder, CONFIG_FILE):
+        options = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not isinstance(options, dict) or not isinstance(options.get("base_model_name_or_path"), str):
+            raise ValueError("it names no base_model_name_or_path")
     return options
 
 
@@ -121,5 +134,9 @@ def base_model(source: str | Path) -> str:
 
 def merged(base: nn.Module, folder: str | Path) -> Any:
     """The model with the adapters of a folder added to its weights."""
-    model: nn.Module = import_peft().PeftModel.from_pretrained(base, folder).merge_and_unload()
+    peft = import_peft()
+    with warnings.catch_warnings():
+        # Adapters that the files lack would add nothing, as if they had not been trained.
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model: nn.Module = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
     return model.requires_grad_(True)

@@ -1,8 +1,8 @@
 """How a model is run: fast where that is possible, plainly where it is not, and in batches that fit into memory."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from hacrl.decoder.backbone import checkpointed_layers
 from hacrl.decoder.layers import kernels
 from hacrl.decoder.parallel import works_side_by_side
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
-from hacrl.errors import warn
+from hacrl.errors import TrainingDiverged, UserError, warn
 from hacrl.rollouts.engine import Engine
 from hacrl.rollouts.generate import GenerateEngine
 from hacrl.rollouts.native import NativeEngine
@@ -45,6 +45,19 @@ def free_memory(device: torch.device) -> float:
 def local(parameter: Tensor) -> Tensor:
     """What this process holds of a parameter: all of it, unless it is sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextmanager
+def naming(config: AgentConfig, updates: int) -> Iterator[None]:
+    """Say whose logits are not finite: those of the model as it was given, or as training has made it."""
+    try:
+        yield
+    except TrainingDiverged as error:
+        if updates:
+            raise TrainingDiverged(f"Agent {config.id}: {error}") from error
+        raise UserError(
+            f"Agent {config.id}: {config.model} gives logits that are not finite, before any update. Use another model."
+        ) from error
 
 
 class Policy:

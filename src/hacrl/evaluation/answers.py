@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from hacrl.agents.loading import end_of_turn_ids, load_model, load_model_config, load_tokenizer, positions_of
+from hacrl.agents.loading import (
+    check_vocabulary,
+    end_of_turn_ids,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    positions_of,
+)
 from hacrl.agents.master import cast_parameters
-from hacrl.agents.policy import Policy
-from hacrl.agents.prompts import has_unknown, render
+from hacrl.agents.policy import Policy, naming
+from hacrl.agents.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, warn
-from hacrl.rollouts.engine import Engine
+from hacrl.rollouts.engine import Engine, SamplingParams
+from hacrl.rollouts.rollout import Completion
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import MathPool, Verifier
 
@@ -37,17 +45,29 @@ class Sampler:
     @cached_property
     def engine(self) -> Engine:
         model = load_model(self.config).requires_grad_(False)
+        check_vocabulary(model, self.tokenizer, self.config.id)
         policy = Policy(model, self.config, end_of_turn_ids(model, self.tokenizer, self.config.id))
         cast_parameters(model, policy.dtype)
         return policy.engine(self.tokenizer)
 
+    def complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Completion]:
+        """One completion of each prompt."""
+        with naming(self.config, updates=0):
+            return [completion for (completion,) in self.engine.sample(prompts, params, seed)]
+
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """Through the chat template; where it takes no instruction, that stands behind the problem."""
-        if self.takes_instruction or not isinstance(problem.prompt, str):
-            return render(self.tokenizer, self.config, problem.prompt)
-        plain = self.config.model_copy(update={"system_prompt": None})
-        end = "" if self.tokenizer.chat_template else "\n"
-        return render(self.tokenizer, plain, f"{problem.prompt}\n{self.config.system_prompt}{end}")
+        """Through the chat template; where it takes no instruction, that stands behind the problem.
+
+        Of a prompt that is far too long for the model, a `Beginning`, which is too long too.
+        """
+        config, prompt = self.config, problem.prompt
+        if isinstance(prompt, str) and not self.takes_instruction:
+            end = "" if self.tokenizer.chat_template else "\n"
+            prompt = f"{prompt}\n{config.system_prompt}{end}"
+            config = config.model_copy(update={"system_prompt": None})
+        ids = render(self.tokenizer, config, prompt, self.positions)
+        check_ids(ids, self.model_config.get_text_config().vocab_size, self.tokenizer, config)
+        return ids
 
     @cached_property
     def takes_instruction(self) -> bool:
@@ -63,8 +83,12 @@ class Sampler:
         return True
 
     @cached_property
+    def model_config(self) -> Any:
+        return load_model_config(self.config)
+
+    @cached_property
     def positions(self) -> float:
-        return positions_of(load_model_config(self.config)) or math.inf
+        return positions_of(self.model_config) or math.inf
 
     def check(self, benchmark: str, prompts: Sequence[Sequence[int]]) -> None:
         """Once for each benchmark: UserError if no problem fits into the model; warnings if some do not, leave too
@@ -78,8 +102,10 @@ class Sampler:
         lengths, wanted = [len(prompt) for prompt in prompts], self.config.max_completion_length
         too_long = sum(length >= positions for length in lengths)
         if too_long == len(lengths):
+            least = "at least " if any(isinstance(prompt, Beginning) for prompt in prompts) else ""
             raise UserError(
-                f"{benchmark}: the shortest prompt has {min(lengths)} tokens, and {model} has {positions} positions."
+                f"{benchmark}: the shortest prompt has {least}{min(lengths)} tokens, and {model} has {positions} "
+                "positions."
             )
         if too_long:
             warn(f"{benchmark}: {too_long} prompts do not fit into {model} ({positions} positions): counted as wrong.")

@@ -359,7 +359,7 @@ def _sample(
     whole = {s: b for s, b in batches.items() if lines.keys() >= {(problem.id, index) for problem, index in b}}
     kept = {(problem.id, index) for batch in whole.values() for problem, index in batch}
     lines = {place: line for place, line in lines.items() if place in kept}
-    engine = sampler.engine
+    _ = sampler.engine  # a model that cannot be loaded leaves nothing behind
     folder.claim(job)
     path.parent.mkdir(exist_ok=True)
     unanswered = [(problem, index) for problem in problems[: -len(fitting)] for index in range(job.k)]
@@ -376,7 +376,7 @@ def _sample(
         prompts = [ids[problem.id] for problem, _ in batch]
         room = int(min(job.agent.max_completion_length, sampler.positions - len(prompts[0])))
         params = SamplingParams(1, room, job.temperature, job.agent.top_p, job.agent.top_k, tuple(job.agent.stop))
-        completions = [completion for (completion,) in engine.sample(prompts, params, seed)]
+        completions = sampler.complete(prompts, params, seed)
         tokens += sum(len(completion.token_ids) for completion in completions)
         rate = f"{tokens / (time.perf_counter() - began):,.0f} tokens/s"
         texts = [decode(sampler.tokenizer, completion.content_ids) for completion in completions]

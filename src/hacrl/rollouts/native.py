@@ -143,7 +143,7 @@ class NativeEngine:
 
 def require_finite(logits_PV: Tensor) -> Tensor:
     if not bool(torch.isfinite(logits_PV).all()):
-        raise TrainingDiverged("A model gives logits that are not finite, so nothing can be sampled from it.")
+        raise TrainingDiverged("its logits are not finite, so nothing can be sampled from it.")
     return logits_PV
 
 

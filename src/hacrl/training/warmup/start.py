@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hacrl.agents.loading import load_model, load_tokenizer, resolve_model
-from hacrl.errors import UserError, nearest
+from hacrl.agents.opening import reason
+from hacrl.errors import UserError, lack_of_memory, nearest
 from hacrl.seeding import derive_seed
 from hacrl.training.warmup.config import WarmupAgentConfig
 
@@ -90,8 +90,12 @@ def _random(agent: WarmupAgentConfig, index: int, seed: int) -> tuple[Any, PreTr
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=agent.trust_remote_code
             )
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{where}: a model with new weights cannot be made: {' '.join(str(error).split())}") from None
+    except UserError:
+        raise
+    except Exception as error:  # of transformers, about a tokenizer of anybody and any options
+        if isinstance(error, RuntimeError) and lack_of_memory(error):
+            raise
+        raise UserError(f"{where}: a model with new weights cannot be made: {reason(error)}") from error
     if config.get_text_config().vocab_size < len(tokenizer):
         raise UserError(
             f"{where}: the tokenizer has {len(tokenizer)} tokens, more than config.vocab_size "

@@ -1,0 +1,43 @@
+"""Files of others: what a library says about them becomes one sentence that names agent, folder and file."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hacrl.errors import UserError, lack_of_memory
+
+LONGEST_REASON = 400
+"""Characters; transformers lists every model it knows where one is unknown."""
+AGAIN = "Download or save it again."
+
+
+@contextmanager
+def opening(where: str, source: str | Path, file: str = "") -> Iterator[None]:
+    """Turn any error inside into a UserError about `source`, a folder or hub id, and the `file` in it that is read.
+
+    For calls of libraries on a user's files, and nothing else: they raise whatever they meet.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a TypeError of transformers about a config is as much about the file as its OSError
+        if isinstance(error, RuntimeError) and lack_of_memory(error):
+            raise
+        why = f"{file}: {reason(error)}." if file else f"{reason(error)}."
+        raise not_loaded(where, source, f"{why} {AGAIN}" if Path(source).expanduser().exists() else why) from error
+
+
+def not_loaded(where: str, source: str | Path, why: str) -> UserError:
+    what = str(source)
+    if not what.startswith("zoo:") and not Path(what).expanduser().exists():
+        what = f"there is no folder {what}, and the hub's model of that name"
+    return UserError(f"{where}: {what} could not be loaded: {why}")
+
+
+def reason(error: Exception) -> str:
+    """What an error says, on one line without its full stop; with its kind where the words alone say little."""
+    said = " ".join(str(error).split()).rstrip(".")
+    if not said or not isinstance(error, OSError | ValueError | RuntimeError) or isinstance(error, RecursionError):
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]} ..."
