@@ -4,22 +4,29 @@ Debian's packages `chromium` and `chromium-driver` are needed; `make test` insta
 """
 
 import base64
+import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from report_material import FOUR, TWO, rollout_lines, write_lines, write_run, write_study
+from rich.console import Console
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from conftest import MakeConfig
+from hacrl.algorithms import ALGORITHMS, HACPO
 from hacrl.study.report.page import write_report
+from hacrl.training.run import train
 
 HOSTILE = '<img src=x onerror="hacked=1"></script><script>hacked=1</script><!--\u202eevil\u2066 \x1b[31mred\x07'
 SHOWN = '<img src=x onerror="hacked=1"></script><script>hacked=1</script><!--\\u202eevil\\u2066 \\x1b[31mred\\x07'
@@ -207,6 +214,102 @@ def test_a_run_that_has_just_begun(tab: Tab, tmp_path: Path) -> None:
     assert "No evaluation has been logged" in tab.text("#learning .empty")
     assert "This run has no rollouts yet." in tab.text("#rollouts .empty")
     assert tab.all(".plot") == []
+
+
+# --- what the algorithm says -----------------------------------------------------------------------
+
+
+SENTENCES = {name: asdict(algorithm().explain(num_agents=2)) for name, algorithm in ALGORITHMS.items()}
+
+
+def curves(tab: Tab, section: str) -> list[dict[str, list[float]]]:
+    """The named curves of each chart of a section."""
+    charts: list[dict[str, list[float]]] = tab.js(
+        f"[...document.querySelectorAll('#{section} .plot')].map((plot) => "
+        "Object.fromEntries(plot.data.filter((trace) => trace.meta).map((trace) => [trace.meta, trace.y])))"
+    )
+    return charts
+
+
+def uses(tab: Tab) -> list[tuple[bool, str, bool]]:
+    """Of each use in the rollouts of a step: whether it is the source's own, its tooltip, whether a band is drawn."""
+    found = []
+    count = int(tab.text(".pager output").split()[3])
+    for n in range(1, count + 1):
+        tab.position(f"Prompt {n} of {count}")
+        found += tab.js(
+            """[...document.querySelectorAll('.uses li[title]')].map((row) => [
+              row.title.startsWith(row.closest('.column').querySelector('.agent').textContent + ':'),
+              row.title, row.querySelector('.gauge .band') !== null])"""
+        )
+        tab.js("document.querySelector('.pager button:last-of-type').click()")
+    return [tuple(use) for use in found]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_report_says_what_the_algorithm_says(tab: Tab, make_config: MakeConfig, name: str) -> None:
+    config = make_config(algorithm={"name": name}, prompts_per_step=6, task={"name": "arithmetic", "eval_size": 8})
+    tab.open(write_report(train(config, console=Console(file=io.StringIO())).run_dir))
+    tab.scroll_through()
+    tab.browse()
+    told, shares = config.algorithm.explain(num_agents=2), config.algorithm.shares_rollouts
+    shown, rollouts = tab.text("main"), tab.text("#rollouts")
+    own = {sentence for sentence in asdict(told).values() if sentence}
+    assert [sentence for sentence in own if sentence not in shown] == []
+    anybodys = {sentence for each in SENTENCES.values() for sentence in each.values() if sentence}
+    assert [sentence for sentence in anybodys - own if sentence in shown] == []
+    assert ("ω" in shown) == (told.omega is not None)
+    assert bool(re.search(r"\bband\b|\bclip", shown.replace(rollouts, ""))) == (told.band is not None)
+
+    assert len(curves(tab, "capability")) == (3 if told.omega else 1)
+    assert len(curves(tab, "overlap")) == len(curves(tab, "sources")) == (2 if shares else 0)
+    assert all(("band, lower" in chart) == (told.band is not None) for chart in curves(tab, "overlap"))
+    signs = ["right", "wrong"] if told.band else ["wrong"]
+    assert [list(chart) for chart in curves(tab, "kept")] == ([signs] * 2 if told.leaves_out else [])
+    assert (tab.all("#kept") == []) == (shares and told.leaves_out is None)
+    for section in ("capability", "overlap", "kept", "sources"):
+        for chart in curves(tab, section):
+            assert any(len(set(values)) > 1 for values in chart.values()), f"{section} is flat: {chart}"
+    found = uses(tab)
+    assert {by_source for by_source, _, _ in found} == ({True, False} if shares else {True})
+    for by_source, tooltip, has_band in found:
+        assert has_band == ("band" in tooltip) == (by_source or told.band is not None)
+
+
+def test_one_agent_is_told_nothing_about_others(tab: Tab, tmp_path: Path) -> None:
+    tab.open(write_report(write_run(tmp_path / "run", ("solo",), steps=3)))
+    told = HACPO().explain(num_agents=1)
+    shown = tab.text("main")
+    assert told.own_weight is not None
+    assert told.own_weight in shown
+    assert not any(sentence in shown for sentence in (told.weight, told.band, told.omega) if sentence)
+
+
+def test_an_algorithm_that_this_version_does_not_know(tab: Tab, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=3)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("name: hacpo", "name: hacpo9"))
+    tab.open(write_report(run))
+    tab.scroll_through()
+    tab.browse()
+    assert not re.search(r"\bband\b|ω", tab.text("main"))  # nobody says what they are
+    assert len(curves(tab, "overlap")) == 2
+
+
+def test_hacpo_with_more_than_two_agents_is_marked_as_our_decision(
+    tab: Tab, two: Path, four: Path, tmp_path: Path
+) -> None:
+    tab.open(two)
+    assert tab.all(".decision") == []
+    tab.open(four)
+    decision = HACPO().explain(num_agents=4).decision
+    assert tab.text("#result .decision") == decision
+    folder = write_study(tmp_path / "study", pairs=("main",), seeds=2, steps=2)
+    tab.open(write_report(folder))
+    assert tab.all(".decision") == []
+    for seed in range(2):
+        write_run(folder / f"runs/main/hacpo/seed-{seed}", FOUR, steps=2, seed=seed)
+    tab.open(write_report(folder))
+    assert [place.text for place in tab.all("#result .decision")] == [decision]
 
 
 # --- rollouts --------------------------------------------------------------------------------------
@@ -405,6 +508,13 @@ def test_a_phone_does_not_scroll_sideways(tab: Tab, request: pytest.FixtureReque
     assert tab.js("document.documentElement.scrollWidth") <= 390
     columns = tab.all(".column")
     assert columns[0].rect["x"] == columns[1].rect["x"]
+
+
+def test_a_phone_shows_the_whole_table_of_two_agents(tab: Tab, two: Path) -> None:
+    tab.open(two, width=390, height=844)
+    table = "document.querySelector('#result .scroll')"
+    assert tab.js(f"{table}.scrollWidth") <= tab.js(f"{table}.clientWidth")
+    assert [cell.text for cell in tab.all("#result tbody tr:nth-child(2) > *")][4:8] == ["144", "3,600", "4,242", "24"]
 
 
 def brightness(tab: Tab, selector: str, style: str) -> float:

@@ -63,6 +63,15 @@ def test_an_unfinished_run_of_an_earlier_version(old_run: Path) -> None:
     assert "a/from_b/ratio_q50" not in data["series"]
 
 
+def test_an_algorithm_of_another_version_is_not_explained(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    assert collect.run_data(run)["explanation"]["band"] is not None
+    config = (run / "config.yaml").read_text()
+    for section in ("{name: hacpo, gamma: 3}", "{name: hacpo9}", "[hacpo]"):
+        (run / "config.yaml").write_text(config.replace("algorithm:\n  name: hacpo", f"algorithm: {section}"))
+        assert set(collect.run_data(run)["explanation"].values()) == {None}
+
+
 def test_accuracy_against_rollouts_of_all_agents_updates_and_time(old_run: Path) -> None:
     assert collect.run_data(old_run)["evals"]["a"] == {
         "step": [0, 2, 3],

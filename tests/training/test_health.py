@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hacrl.algorithms import HACPO, Algorithm, RobustHACPO, Swarm
+from hacrl.algorithms import FTIS, HACPO, Algorithm, RobustHACPO, Swarm
 from hacrl.config import RunConfig
 from hacrl.training.health import WINDOW, CollaborationCheck
 from hacrl.training.run import train
@@ -60,6 +60,15 @@ def test_advice_is_what_the_algorithm_has() -> None:
     for algorithm, band, weight in ((HACPO(), True, True), (RobustHACPO(), False, True), (Swarm(), False, False)):
         assert ("hacpo_robust" in said(idle, algorithm)[0]) == band
         assert ("cross_weight" in said(opposed, algorithm)[0]) == weight
+
+
+def test_a_band_is_named_where_there_is_one() -> None:
+    far = step(kept=0.0, cosine=None) | {"a/from_b/lower_mean": 0.0, "a/from_b/upper_mean": float("inf")}
+    (text,) = said([far] * WINDOW, FTIS())
+    assert "b: mean s 0.52). A foreign rollout with A < 0 is left out where" in text
+    assert "band" not in text
+    (text,) = said([step(kept=0.0, cosine=None)] * WINDOW, HACPO())
+    assert "A foreign rollout teaches only inside its band: where s lies between" in text
 
 
 def test_an_idle_run_warns(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,8 @@ from hacrl.training.run_dir import RunDir
 def four_agents(**changes: Any) -> RunConfig:
     ids = ["qwen3-1.7b", "llama-3.2-1b", "smollm2", "gemma"]
     agents = [{"id": name, "model": "zoo:llama-plus"} for name in ids]
-    return RunConfig.from_dict({"agents": agents, "task": {"name": "arithmetic"}, "output_dir": "runs/x", **changes})
+    data = {"algorithm": {"name": "hacpo"}, "agents": agents, "task": {"name": "arithmetic"}, "output_dir": "runs/x"}
+    return RunConfig.from_dict({**data, **changes})
 
 
 def metrics_of(config: RunConfig, step: int, value: float | None) -> dict[str, Any]:
@@ -119,6 +120,13 @@ def test_a_narrow_terminal_drops_columns_and_keeps_the_accuracy() -> None:
 def test_agents_alone_have_no_ratio() -> None:
     view = View(four_agents(algorithm={"name": "gspo"}))
     assert shown(view, 80)[1].split() == ["agent", "reward", "accuracy", "length", "tok/s", "phase"]
+
+
+@pytest.mark.parametrize(("algorithm", "leaves_out"), [("naive", True), ("ftis", True), ("hacpo_robust", False)])
+def test_kept_is_shown_where_rollouts_may_be_left_out(algorithm: str, leaves_out: bool) -> None:
+    columns = shown(View(four_agents(algorithm={"name": algorithm})), 80)[1].split()
+    assert "s" in columns
+    assert ("kept" in columns) == leaves_out
 
 
 def test_lines_of_an_older_run_and_nulls() -> None:

@@ -17,6 +17,7 @@ from hacrl.algorithms.advantage import (
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
 from hacrl.algorithms.clipping import clipped_minimum, stepwise_clip, stepwise_lower_bound
+from hacrl.algorithms.explanation import Explanation
 from hacrl.algorithms.ftis import FTIS
 from hacrl.algorithms.grpo import GRPO
 from hacrl.algorithms.gspo import GSPO
@@ -51,6 +52,7 @@ __all__ = [
     "Algorithm",
     "CapabilityOptions",
     "CapabilityTracker",
+    "Explanation",
     "Naive",
     "RobustHACPO",
     "Sequences",

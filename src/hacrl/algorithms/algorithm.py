@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance
+from hacrl.algorithms.explanation import Explanation
 
 
 @dataclass
@@ -129,6 +130,10 @@ class Algorithm(ABC):
 
     def check_schedule(self, updates_per_step: int) -> None:
         """Raise ValueError if the options make no sense for so many updates a step."""
+
+    def explain(self, num_agents: int) -> Explanation:
+        """What ratio, weight, band and omega mean with these options and so many agents."""
+        return Explanation()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,20 @@ class CapabilityOptions:
         if not 0 < self.ratio_min <= 1 <= self.ratio_max:
             raise ValueError(f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}")
 
+    def omega_sentence(self) -> str:
+        """The meaning of omega, to be continued with what it does."""
+        return f"ω is the source's C over the learner's, limited to {self.ratio_min:g} to {self.ratio_max:g}"
+
+
+def capability_sentence(options: CapabilityOptions, reward_min: float = 0.0, *, used: bool) -> str:
+    """The meaning of C; `used`: whether it acts on what is learned."""
+    what = f"mean reward{f' counted from {reward_min:g}' if reward_min else ''}"
+    if options.metric == "positive_rate":
+        what = f"share of rewards above {reward_min:g}"
+    steps = f"{options.window} steps" if options.window > 1 else "step"
+    when = f"the last {steps}" if options.include_current else f"the {steps} before the current one"
+    return f"C is an agent's {what} over {when}{'' if used else '; it is shown for comparison and acts on nothing'}."
+
 
 def shifted(rewards_N: Tensor, reward_min: float) -> Tensor:
     """Rewards counted from `reward_min`, as a ratio of means needs them."""

@@ -6,14 +6,15 @@ the learner are left out. Own rollouts are treated as in GSPO. As we read it: th
 `kl_max`, and the estimate of the divergence (k3, mean over tokens).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.explanation import Explanation
 from hacrl.algorithms.foreign import mean_over_tokens, own_or_foreign, unbounded
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
 from hacrl.algorithms.importance import LOG_RATIO_LIMIT, k3_kl
 
 
@@ -45,3 +46,16 @@ class FTIS(Algorithm):
         left_out_N = far_N & (sequences.advantage_N < 0)
         foreign = unbounded(torch.where(left_out_N, 0.0, weight_N), sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            weight=(
+                "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
+                f"its source, at most {self.cap:g}; s is shown only."
+            ),
+            wrong_filter=(
+                "A foreign rollout with A < 0 is left out where the KL divergence between its source and the learner "
+                f"is above {self.kl_max:g} per token."
+            ),
+        )

@@ -6,7 +6,9 @@ from typing import Literal
 import torch
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
 from hacrl.algorithms.clipping import clipped_minimum
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
 from hacrl.algorithms.importance import LOG_RATIO_LIMIT
 
 
@@ -38,4 +40,16 @@ class GRPO(Algorithm):
             torch.full_like(objective_N, 1 + self.epsilon_high),
             (kept_NT & mask_NT).any(1),
             ((weight_NT * mask_NT).sum(1) / length_N).detach(),
+        )
+
+    def explain(self, num_agents: int) -> Explanation:
+        return Explanation(
+            ratio=ratio_sentence(),
+            own_weight=(
+                "Each token of an own rollout has its own ratio as its weight: how likely it is now over how likely it "
+                f"was when it was sampled. Its band is {1 - self.epsilon:g} to {1 + self.epsilon_high:g}: the token "
+                "teaches nothing where A > 0 and its ratio is above, or where A < 0 and its ratio is below; a rollout "
+                "is kept if one of its tokens teaches."
+            ),
+            capability=capability_sentence(CapabilityOptions(), used=False),
         )

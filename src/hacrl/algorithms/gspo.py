@@ -6,7 +6,9 @@ from typing import Literal
 import torch
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
 from hacrl.algorithms.clipping import clipped_minimum
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
 from hacrl.algorithms.importance import has_gradient, sequence_log_ratio
 
 
@@ -30,6 +32,23 @@ def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float) -> Ter
     )
 
 
+def gspo_explanation(epsilon: float, epsilon_high: float) -> Explanation:
+    """How own rollouts are used; capability is not."""
+    return Explanation(
+        ratio=ratio_sentence(),
+        own_weight=f"An own rollout has the weight s. {clip_sentence('Its band', epsilon, epsilon_high)}",
+        capability=capability_sentence(CapabilityOptions(), used=False),
+    )
+
+
+def clip_sentence(band: str, epsilon: float, epsilon_high: float) -> str:
+    """What the clip of `gspo_terms` does; `band` names whose it is."""
+    return (
+        f"{band} is {1 - epsilon:g} to {1 + epsilon_high:g}: "
+        "it teaches nothing where A > 0 and s is above, or where A < 0 and s is below."
+    )
+
+
 @dataclass(frozen=True)
 class GSPO(Algorithm):
     name: Literal["gspo"] = "gspo"
@@ -38,3 +57,6 @@ class GSPO(Algorithm):
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return gspo_terms(sequences, self.epsilon, self.epsilon_high)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return gspo_explanation(self.epsilon, self.epsilon_high)

@@ -10,7 +10,7 @@ The paper's names for them, and the functions that compute them:
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, capability_advantages
 from hacrl.algorithms.algorithm import CapabilityAware, Sequences, Terms, means_by_source
-from hacrl.algorithms.capability import shifted
+from hacrl.algorithms.capability import capability_sentence, shifted
 from hacrl.algorithms.clipping import stepwise_clip, stepwise_lower_bound
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
 from hacrl.algorithms.foreign import own_or_foreign
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
 from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequence_log_ratio
 
 
@@ -122,3 +123,50 @@ class HACPO(CapabilityAware):
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
         return means_by_source(source_N, learner, self.cross_weight)
+
+    def explain(self, num_agents: int) -> Explanation:
+        omega = self._omega_sentence()
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            ratio=ratio_sentence("foreign ones per byte of the text, own ones per token")
+            if self.ratio_unit == "byte"
+            else ratio_sentence(),
+            weight=self._weight_sentence(),
+            band=self._band_sentence() if self.cross_clip else None,
+            capability=capability_sentence(self.capability, self.reward_min, used=omega is not None),
+            omega=omega,
+            decision=self._decision(num_agents) if num_agents > 2 else None,
+        )
+
+    def _weight_sentence(self) -> str:
+        power = f"s to the power of {1 + self.alpha:g}"
+        if not self.cross_clip:
+            power = f"s times min(s, 1) to the power of {self.alpha:g}"
+        return (
+            f"A foreign rollout has the weight {power if self.alpha else 's'}{', times ω' if self.cross_omega else ''}."
+        )
+
+    def _band_sentence(self) -> str:
+        lower = f"{1 - self.delta:g}"
+        if self.delta_step > 0:
+            lower += f" (in the first update of a step, and {self.delta_step:g} higher in each further one)"
+        return f"A foreign rollout teaches only inside its band: where s lies between {lower} and 1."
+
+    def _omega_sentence(self) -> str | None:
+        """What omega does to weights and baseline; None where options switch off both."""
+        if self.capability.ratio_min == self.capability.ratio_max:
+            return None
+        effects = []
+        if self.cross_omega:
+            effects.append("the source's rollouts are multiplied by it, so that a stronger source counts for more")
+        if self.baseline == "capability":
+            effects.append("the source's rewards enter the learner's baseline times the opposite ratio")
+        return f"{self.capability.omega_sentence()}; {', and '.join(effects)}." if effects else None
+
+    def _decision(self, num_agents: int) -> str:
+        others = num_agents - 1
+        return (
+            f"Decision: the paper's HACPO has two agents; with {num_agents}, each of the {others} others adds the mean "
+            f"over its rollouts with weight {self.cross_weight:g} (algorithm.cross_weight), together "
+            f"{others * self.cross_weight:g}, against 1 for the mean over the learner's own."
+        )

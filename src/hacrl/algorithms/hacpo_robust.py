@@ -12,7 +12,7 @@ terms depend on that source and the learner alone, so an agent without right ans
 docs/algorithm.md, section 18.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -28,8 +28,10 @@ from hacrl.algorithms.advantage import (
     sum_by,
 )
 from hacrl.algorithms.algorithm import CapabilityAware, Sequences, Terms, means_by_source
+from hacrl.algorithms.capability import capability_sentence
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
 from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
 from hacrl.algorithms.importance import sequence_log_ratio
 
 
@@ -93,3 +95,17 @@ class RobustHACPO(CapabilityAware):
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         return means_by_source(source_N, learner, self.cross_weight)
+
+    def explain(self, num_agents: int) -> Explanation:
+        discounts = self.cross_omega and self.capability.ratio_min < 1
+        weight = " times ".join(["min(s, 1)"] * self.truncate + ["min(ω, 1)"] * discounts) or "1 whatever its s"
+        better = " with a reward above the learner's own mean on the prompt" if self.foreign == "right" else ""
+        others = "; others are not used" if self.foreign == "right" else ""
+        effect = "below 1 the source's rollouts count for less by this factor, above 1 they do not count for more"
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            ratio=ratio_sentence("both per token of the learner") if self.ratio_unit == "learner" else ratio_sentence(),
+            weight=f"A foreign rollout{better} has the weight {weight}{others}.",
+            capability=capability_sentence(self.capability, self.reward_min, used=discounts),
+            omega=f"{self.capability.omega_sentence()}; {effect}." if discounts else None,
+        )

@@ -8,7 +8,7 @@ demonstrations enter as a mean over each source's rollouts beside the own mean.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.explanation import Explanation
 from hacrl.algorithms.foreign import mean_of_each_source, mean_over_tokens, own_or_foreign, unbounded
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,13 @@ class LUFFY(Algorithm):
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         return mean_of_each_source(source_N)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            weight=(
+                "Each token of a foreign rollout whose reward is above the mean of everybody's on the prompt has the "
+                f"weight p / (p + {self.gamma:g}), p being its probability for the learner, whatever s is; other "
+                "foreign rollouts are not used."
+            ),
+        )

@@ -5,11 +5,12 @@ rollouts but lacking the algorithmic innovations in Section 3", which leaves ope
 is taken against. `ratio` offers both readings.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.explanation import Explanation
+from hacrl.algorithms.gspo import clip_sentence, gspo_explanation, gspo_terms
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,10 @@ class Naive(Algorithm):
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return gspo_terms(sequences, self.epsilon, self.epsilon_high)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            weight="A foreign rollout is used like an own one: its weight is s.",
+            band=clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high),
+        )

@@ -6,7 +6,7 @@ all other foreign rollouts are not used. As we read it: the advantage of what is
 the group of all agents, and the transfer is a mean over each source's rollouts beside the own mean.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages, sum_by
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.explanation import Explanation
 from hacrl.algorithms.foreign import as_if_on_policy, mean_of_each_source, own_or_foreign, unbounded
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,12 @@ class SuccessGated(Algorithm):
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         return mean_of_each_source(source_N)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            weight=(
+                "On prompts where the learner has no success, a reward above the mean of everybody's, a foreign "
+                f"success has the weight {self.transfer_weight:g} whatever its s; other foreign rollouts are not used."
+            ),
+        )

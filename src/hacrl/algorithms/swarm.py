@@ -7,7 +7,7 @@ treated as in GSPO. As we read it: the paper lets each node choose what to take;
 from the number of the prompt, and the trainer numbers the prompts of each step in random order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.explanation import Explanation
 from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
-from hacrl.algorithms.gspo import gspo_terms
+from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,12 @@ class Swarm(Algorithm):
 
     def _mixed(self, own: int, foreign: list[int]) -> float:
         return (1 - self.share) * own + self.share * sum(foreign) / len(foreign) if foreign else float(own)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high),
+            weight=(
+                f"On {self.share:.0%} of the prompts a foreign group takes the place of the own one, and its rollouts "
+                "have the weight 1 whatever their s; other foreign rollouts are not used."
+            ),
+        )

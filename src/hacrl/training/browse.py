@@ -21,7 +21,7 @@ GAP = "  "
 UNKNOWN: dict[str, Any] = {"index": 0, "reward": None, "num_tokens": 0, "logp_sum": None, "finish_reason": "–"}
 """What is shown of a rollout that does not say it."""
 USES = ("A", "s", "kept")
-"""What is shown of a learner's use of a rollout: advantage, ratio, and whether the clip kept it."""
+"""What is shown of a learner's use of a rollout: advantage, ratio, and whether it was kept."""
 
 
 def show_rollouts(

@@ -17,6 +17,7 @@ class CollaborationCheck:
 
     def __init__(self, agents: Sequence[str], algorithm: Algorithm) -> None:
         self.agents, self.algorithm = agents, algorithm
+        self.explanation = algorithm.explain(len(agents))
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._told: set[tuple[str, str]] = set()
 
@@ -40,17 +41,21 @@ class CollaborationCheck:
             dropped = sum(metrics.get(f"{prefix}/dropped", 0) for prefix in prefixes)
             if any(kept) or not (kept or dropped):
                 return None
-        last, reasons = self._recent[-1], []
+        last, reasons, why, advice = self._recent[-1], [], "", ""
         for source, prefix in zip((s for s in self.agents if s != learner), prefixes, strict=True):
             if f"{prefix}/kept" in last:
-                lower, upper = last[f"{prefix}/lower_mean"], last[f"{prefix}/upper_mean"]
-                reasons.append(f"{source}: mean s {last[f'{prefix}/ratio_mean']:.2f}, band {lower:.2f} to {upper:.2f}")
+                reason = f"{source}: mean s {last[f'{prefix}/ratio_mean']:.2f}"
+                if self.explanation.band:
+                    reason += f", band {last[f'{prefix}/lower_mean']:.2f} to {last[f'{prefix}/upper_mean']:.2f}"
+                reasons.append(reason)
+                why = f" {self.explanation.leaves_out}" if self.explanation.leaves_out else ""
             if last.get(f"{prefix}/dropped"):
                 reasons.append(f"{source}: {last[f'{prefix}/dropped']} rollouts it cannot read")
-        advice = "" if self.algorithm.keeps_all else " Try algorithm.name=hacpo_robust, which has no band."
+        if self.explanation.leaves_out:
+            advice = " Try algorithm.name=hacpo_robust, which uses right answers of others whatever their s."
         return (
             f"Collaboration is idle: agent {learner} has used none of the others' rollouts for {WINDOW} steps "
-            f"({'; '.join(reasons)}). It learns as if it were alone.{advice}"
+            f"({'; '.join(reasons)}).{why} It learns as if it were alone.{advice}"
         )
 
     def _harmful(self, learner: str) -> str | None:

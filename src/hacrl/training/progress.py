@@ -41,6 +41,8 @@ class View:
 
     def __init__(self, config: RunConfig, title: str | None = None) -> None:
         self.config = config
+        self.leaves_out = config.algorithm.explain(len(config.agents)).leaves_out is not None
+        """Whether some foreign rollouts may be left out: else `kept` is always 1, and not shown."""
         self.title = title or f"{config.algorithm.name} · {config.output_dir}"
         self.step = 0
         self.metrics: dict[str, Any] = {}
@@ -125,7 +127,7 @@ class View:
         }
         if self.config.algorithm.shares_rollouts and len(self.config.agents) > 1:
             sources = [other.id for other in self.config.agents if other.id != agent]
-            for name, key in (("s", "ratio_mean"), ("kept", "kept")):
+            for name, key in (("s", "ratio_mean"), *([("kept", "kept")] if self.leaves_out else [])):
                 found = [values.get(f"from_{source}/{key}") for source in sources]
                 known = [value for value in found if value is not None]
                 cells[name] = fit(sum(known) / len(known) if known else None, COLUMNS[name], 2)

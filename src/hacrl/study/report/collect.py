@@ -14,6 +14,7 @@ import numpy as np
 
 from hacrl.algorithms import ALGORITHMS
 from hacrl.errors import UserError
+from hacrl.study.report.explanation import explanation_of
 from hacrl.task_config import part_label
 from hacrl.training.files import STUDY, mismatch, read_object
 from hacrl.training.run_dir import RunDir
@@ -72,6 +73,7 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
         "name": path.resolve().name,
         "algorithm": name,
         "shares": known is None or known.shares_rollouts,
+        "explanation": explanation_of(config["algorithm"], len(ids)),
         "task": describe_task(config.get("task")),
         "seed": number(config.get("seed")),
         "max_steps": number(config.get("max_steps")),

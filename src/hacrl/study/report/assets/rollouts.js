@@ -26,7 +26,9 @@ const REWARDS = {
 };
 
 function renderRollouts(parent, run, index, packed, maxMb) {
-  const place = section(parent, "rollouts", "Rollouts", "What the agents wrote. Beside each answer stands what every learner made of it: the ratio s, the clip band, and whether the rollout was kept.");
+  const place = section(parent, "rollouts", "Rollouts", "What the agents wrote. Beside each answer stands what every learner made of it: the ratio s, the advantage A, and whether the rollout was kept.");
+  const { ratio, own_weight: ownWeight, weight } = run.explanation;
+  place.append(el("p", { class: "small" }, sentences(ratio, ownWeight, ...(whyNothingIsShared(run) ? [] : [weight, leavesOut(run)]))));
   browser = null;
   if (!packed.of) { place.append(empty("This run has no rollouts yet.")); return; }
   if (packed.steps.length < packed.of) {
@@ -175,24 +177,24 @@ function renderUses(run, answer) {
     if (use === undefined || use === null) return [];
     const name = agentName(learner.id, k);
     if (typeof use === "string") return [el("li", { class: "plainly" }, name, el("span", {}, `dropped: ${use.replaceAll("_", " ")}`))];
-    const [advantage, ratio, lower, upper, kept] = use;
+    const [advantage, ratio, lower, upper, kept, weight] = use;
     if (!known(ratio)) return [el("li", { class: "plainly" }, name, el("span", {}, advantage === 0 ? "A 0: nothing to learn" : `A ${fixed(advantage, 2)}`))];
-    const band = `${known(lower) ? fixed(lower, 3) : "0"} to ${known(upper) ? fixed(upper, 3) : "∞"}`;
+    const band = known(upper) ? `, band ${fixed(lower, 4)} to ${fixed(upper, 4)}` : "";
     const worth = `A ${advantage > 0 ? "+" : ""}${fixed(advantage, 2)}`;
-    return [el("li", { title: `${learner.id}: ${worth}, clip band ${band}` }, name, gauge(ratio, lower, upper, k),
+    return [el("li", { title: `${learner.id}: ${worth}, weight ${fixed(weight)}${band}` }, name, gauge(ratio, lower, upper, k),
       el("span", {}, `s ${fixed(ratio)}`), el("span", { class: "worth" }, worth),
       el("span", { class: kept ? "verdict right" : "verdict" }, kept ? "kept" : "left out"))];
   });
   return rows.length ? el("ul", { class: "uses", "aria-label": "What each learner made of it" }, rows) : null;
 }
 
-// s on a line from 0.5 to 1.2, with the clip band.
+// s on a line from 0.5 to 1.2, with the band where there is one.
 function gauge(ratio, lower, upper, learner) {
-  const at = (value) => 2 + 80 * (Math.min(Math.max(known(value) ? value : 2, 0.5), 1.2) - 0.5) / 0.7;
-  const [from, to] = [at(known(lower) ? lower : 0), at(upper)];
+  const at = (value) => 2 + 80 * (Math.min(Math.max(value, 0.5), 1.2) - 0.5) / 0.7;
+  const [from, to] = [at(lower), at(upper)];
   return el("svg:svg", { class: "gauge", viewBox: "0 0 84 12", "aria-hidden": "true", vars: { "--own": `var(${agentColour(learner)})` } },
     el("svg:line", { class: "track", x1: 2, x2: 82, y1: 6, y2: 6 }),
-    el("svg:rect", { class: "band", x: from, y: 1.5, width: Math.max(to - from, 1.5), height: 9, rx: 1.5 }),
+    known(upper) ? el("svg:rect", { class: "band", x: from, y: 1.5, width: Math.max(to - from, 1.5), height: 9, rx: 1.5 }) : null,
     el("svg:line", { class: "needle", x1: at(ratio), x2: at(ratio), y1: 0.5, y2: 11.5 }));
 }
 

@@ -18,6 +18,10 @@ function whyNothingIsShared(run) {
   return null;
 }
 
+// Why a foreign rollout with an advantage may teach nothing; null where each of them teaches.
+const leavesOut = (run) => run.explanation.band || run.explanation.wrong_filter;
+const sentences = (...parts) => parts.filter(Boolean).join(" ");
+
 function runFacts(run) {
   const { totals, agents } = run;
   const steps = run.finished || !known(run.max_steps) ? plural(totals.steps, "step") : `${count(totals.steps)} of ${count(run.max_steps)} steps so far`;
@@ -60,12 +64,18 @@ function renderResult(parent, run) {
   const costs = (row) => [count(row.rollouts), count(row.tokens), count(row.tokens_trained), count(row.updates)];
   const rows = run.agents.map((agent, i) => [
     agentName(agent.id, i), fixed(agent.start), fixed(agent.final),
-    known(agent.best) ? `${fixed(agent.best)} (step ${agent.best_step})` : NONE,
+    known(agent.best) ? [fixed(agent.best), el("span", { class: "when" }, ` (step ${agent.best_step})`)] : NONE,
     ...costs(agent), duration(agent.sample_seconds), duration(agent.learn_seconds), fixed(agent.peak_memory_gib, 2),
   ]);
   rows.push({ class: "total", cells: ["in all", "", "", known(run.totals.best_step) ? `step ${run.totals.best_step}` : "", ...costs(run.totals), { text: duration(run.totals.seconds), class: "" }, "", fixed(run.totals.peak_memory_gib, 2)] });
-  place.append(table(head, rows));
-  place.append(el("p", { class: "small" }, "Sampling and learning are seconds of each agent; agents may work at the same time. The last line has the whole time of the run."));
+  place.append(table(head, rows, { className: "costs" }));
+  place.append(el("p", { class: "small" }, "Sampling and learning are seconds of each agent; agents may work at the same time. In all: the whole time of the run."));
+  renderDecisions(place, [run]);
+}
+
+// What is our choice in the algorithms of these runs, each said once.
+function renderDecisions(place, runs) {
+  for (const decision of new Set(runs.map((run) => run.explanation.decision).filter(Boolean))) place.append(el("p", { class: "decision" }, decision));
 }
 
 // An agent's accuracy in a corner of its card; the chart below has the numbers.
@@ -135,12 +145,14 @@ function renderLearning(parent, run) {
 // --- capability and coefficient --------------------------------------------------------------------
 
 function renderCapability(parent, run) {
-  const place = section(parent, "capability", "Capability", "How strong the agents are while they train, and how much they therefore count for each other.");
+  const { capability, omega } = run.explanation;
+  const reason = whyNothingIsShared(run);
+  const place = section(parent, "capability", "Capability", sentences("How able the agents are while they train.", reason ? null : omega));
   const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": "340px" } }));
   const there = run.agents.some((agent) => run.series[`${agent.id}/capability`]);
   addFigure(grid, {
     title: "Capability C",
-    read: "Mean reward of the last few steps. Agents that come closer to each other have less to correct for.",
+    read: capability,
     blank: there ? null : "This run has logged no capability.",
     build: lineChart({
       lines: run.agents.flatMap((agent, i) => {
@@ -150,11 +162,8 @@ function renderCapability(parent, run) {
       xTitle: "step",
     }),
   });
-  const reason = whyNothingIsShared(run);
-  if (reason) {
-    addFigure(grid, { title: "Coefficient ω", read: "What a source counts for a learner.", blank: reason });
-    return;
-  }
+  if (reason) place.append(empty(reason));
+  if (reason || !omega) return;
   run.agents.forEach((learner, k) => {
     const lines = others(run, learner).flatMap((source) => {
       const y = run.series[`${learner.id}/from_${source.id}/omega`];
@@ -162,7 +171,6 @@ function renderCapability(parent, run) {
     });
     addFigure(grid, {
       title: el("span", {}, "ω of the sources of ", agentName(learner.id, k, "wraps")),
-      read: "Above 1 the source is stronger than the learner and counts for more, below 1 for less.",
       blank: lines.length ? null : "This run has logged no coefficient.",
       build: lineChart({ lines, rules: [{ y: 1 }], xTitle: "step", ratios: true }),
     });
@@ -172,33 +180,35 @@ function renderCapability(parent, run) {
 // --- the ratio and the clip ------------------------------------------------------------------------
 
 function renderOverlap(parent, run) {
-  const place = section(parent, "overlap", "Overlap of the agents", "The ratio s compares how likely a rollout is for the learner with how likely it was for its source, per token. At 1 they agree; a rollout outside of the clip band teaches nothing. Good is near 1 with a narrow band; bad is a band that lies mostly outside of the clip.");
+  const { ratio, weight, band } = run.explanation;
   const reason = whyNothingIsShared(run);
+  const place = section(parent, "overlap", "Overlap of the agents", reason ? "How likely the agents find each other's rollouts." : sentences(ratio, weight, "Rollouts with A = 0 are not counted."));
   if (reason) { place.append(empty(reason)); return; }
   place.append(legend([
     { name: "median", colour: "--muted", kind: "line" }, { name: "middle half and 5 to 95% of the rollouts", colour: "--strong-line" },
-    { name: "clip band, mean of the step", colour: "--ink", kind: "line dash" },
+    ...(band ? [{ name: "band, mean of the step", colour: "--ink", kind: "line dash" }] : []),
   ]));
   const name = (learner, source, metric) => run.series[`${learner.id}/from_${source.id}/${metric}`];
   const pairs = run.agents.flatMap((learner, k) => others(run, learner).map((source) => ({ learner, source, k })));
-  const tops = pairs.flatMap(({ learner, source }) => [name(learner, source, "ratio_q95") || [], name(learner, source, "upper_mean") || []]).flat().filter(known);
-  const bottoms = pairs.flatMap(({ learner, source }) => [name(learner, source, "ratio_q05") || [], name(learner, source, "lower_mean") || []]).flat().filter(known);
+  const all = (...metrics) => pairs.flatMap(({ learner, source }) => metrics.flatMap((metric) => name(learner, source, metric) || [])).filter(known);
+  const tops = all("ratio_q95", ...(band ? ["upper_mean"] : []));
+  const bottoms = all("ratio_q05", ...(band ? ["lower_mean"] : []));
   const range = [Math.max(0, lowest(bottoms) - 0.05), Math.min(2, Math.max(1, highest(tops)) + 0.05)];
   const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": pairs.length > 4 ? "280px" : "400px" } }));
   for (const { learner, source, k } of pairs) {
     const x = run.series.step;
     const shade = agentColour(source.index);
     const [q05, q25, q50, q75, q95] = ["05", "25", "50", "75", "95"].map((q) => name(learner, source, `ratio_q${q}`));
-    const [lower, upper] = [name(learner, source, "lower_mean"), name(learner, source, "upper_mean")];
+    const [lower, upper] = ["lower_mean", "upper_mean"].map((metric) => band && name(learner, source, metric));
     const bands = [];
     if (q05 && q95) bands.push({ x, low: q05, high: q95, colour: shade, opacity: 0.16, names: ["5%", "95%"] });
     if (q25 && q75) bands.push({ x, low: q25, high: q75, colour: shade, opacity: 0.32, names: ["25%", "75%"] });
     const bound = (y, text) => ({ name: text, x, y, colour: "--ink", dash: "4px,3px", weight: 1.2, labelled: false });
-    const lines = [...(lower ? [bound(lower, "clip, lower")] : []), ...(upper ? [bound(upper, "clip, upper")] : [])];
+    const lines = [...(lower ? [bound(lower, "band, lower")] : []), ...(upper ? [bound(upper, "band, upper")] : [])];
     if (q50) lines.push({ name: "median", x, y: q50, colour: shade, labelled: false });
     addFigure(grid, {
       title: el("span", {}, agentName(learner.id, k, "wraps"), " learns from ", agentName(source.id, source.index, "wraps")),
-      read: overlapSentence(q50, name(learner, source, "kept")),
+      read: overlapSentence(q50, leavesOut(run) ? name(learner, source, "kept") : null),
       height: pairs.length > 4 ? 210 : 250,
       blank: q50 ? null : "No rollout of this source was compared: all had advantage 0, or all were dropped.",
       build: lineChart({ lines, bands, range, rules: [{ y: 1 }], xTitle: "step", format: ".2~f" }),
@@ -209,25 +219,29 @@ function renderOverlap(parent, run) {
 function overlapSentence(medians, kept) {
   const late = (values) => (values || []).slice(-10).filter(known);
   const mean = (values) => (values.length ? values.reduce((a, b) => a + b) / values.length : null);
-  const [middle, inside] = [mean(late(medians)), mean(late(kept))];
-  return `Last steps: median ${fixed(middle, 2)}${known(inside) ? `, ${percent(inside)} of the rollouts inside of the band` : ""}.`;
+  const [middle, share] = [mean(late(medians)), mean(late(kept))];
+  return `Last steps: median ${fixed(middle, 2)}${known(share) ? `, ${percent(share)} of the rollouts kept` : ""}.`;
 }
 
 function renderKept(parent, run) {
-  const place = section(parent, "kept", "What the clip kept", "The share of foreign rollouts inside of the clip band, for right ones (A > 0, solid) and wrong ones (A < 0, dashed).");
+  const { band } = run.explanation;
   const reason = whyNothingIsShared(run);
+  if (!reason && !leavesOut(run)) return; // every rollout with an advantage is kept
+  const shown = band ? [["kept_positive", "right", "solid"], ["kept_negative", "wrong", "5px,3px"]] : [["kept_negative", "wrong", "5px,3px"]];
+  const which = band ? "right ones (A > 0, solid) and wrong ones (A < 0, dashed)" : "wrong ones (A < 0); right ones (A > 0) are always kept";
+  const place = section(parent, "kept", "What was kept", reason ? "How much of the others' rollouts a learner uses." : sentences(leavesOut(run), `Shown is the share that was kept: ${which}.`));
   if (reason) { place.append(empty(reason)); return; }
   const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": "400px" } }));
   run.agents.forEach((learner, k) => {
-    const lines = others(run, learner).flatMap((source) => [["kept_positive", "right", "solid"], ["kept_negative", "wrong", "5px,3px"]].flatMap(([metric, word, dash]) => {
+    const lines = others(run, learner).flatMap((source) => shown.flatMap(([metric, word, dash]) => {
       const y = run.series[`${learner.id}/from_${source.id}/${metric}`];
       const many = run.agents.length > 2;
-      const name = many ? `${source.id}${word === "right" ? "" : ", wrong"}` : word;
-      return y ? [{ name, x: run.series.step, y: smooth(y), raw: many ? null : y, colour: agentColour(source.index), dash, labelled: !many || word === "right", weight: word === "right" ? 2.2 : 1.4 }] : [];
+      const name = many ? `${source.id}${word === shown[0][1] ? "" : ", wrong"}` : word;
+      return y ? [{ name, x: run.series.step, y: smooth(y), raw: many ? null : y, colour: agentColour(source.index), dash, labelled: !many || word === shown[0][1], weight: word === "right" ? 2.2 : 1.4 }] : [];
     }));
     addFigure(grid, {
       title: el("span", {}, agentName(learner.id, k, "wraps"), " keeps of ", run.agents.length > 2 ? "the others" : agentName(others(run, learner)[0].id, others(run, learner)[0].index, "wraps")),
-      read: "High for right rollouts is good: they are what is worth learning. Near 0 nothing reaches the learner.",
+      read: "At 100% all of them teach the learner, at 0% none does.",
       blank: lines.length ? null : "No foreign rollout with an advantage was logged.",
       build: lineChart({ lines, xTitle: "step", range: [-0.03, 1.03], format: ".0%" }),
     });
@@ -237,7 +251,7 @@ function renderKept(parent, run) {
 // --- who learned from whom -------------------------------------------------------------------------
 
 function renderMatrix(parent, run) {
-  const place = section(parent, "sources", "Who learned from whom", "The share of each source in what moved a learner: its gradient mass, the sum of |weight × advantage| of the rollouts that were kept.");
+  const place = section(parent, "sources", "Who learned from whom", "The share of each source in what a learner maximises: the sum of |weight × advantage| of the rollouts that were kept, each as it counts in its mean.");
   const reason = whyNothingIsShared(run);
   if (reason) { place.append(empty(reason)); return; }
   const whole = run.agents.map((learner) => run.agents.reduce((sum, source) => sum + (run.mass[learner.id][source.id] || 0), 0));
@@ -258,7 +272,7 @@ function renderMatrix(parent, run) {
     const parts = run.agents.map((source, j) => ({ name: source.id, x: run.series.step, colour: agentColour(j), y: masses[j].map((mass, i) => (sum[i] ? (mass || 0) / sum[i] : 0)) }));
     addFigure(grid, {
       title: el("span", {}, "Sources of ", agentName(learner.id, k, "wraps"), " over time"),
-      read: "A source whose part shrinks is being clipped away, outgrown, or has nothing new to say.",
+      read: "The part of a source shrinks when fewer of its rollouts are kept, when they count for less, or when another part grows.",
       height: 230, legend: legend(parts),
       build: stackChart({ parts, xTitle: "step", format: ".0%", range: [0, 1] }),
     });
@@ -274,7 +288,7 @@ function renderCosine(parent, run) {
   });
   addFigure(place, {
     title: "Cosine of own and foreign gradient",
-    read: "Above 0 the others push the same way as the agent's own rollouts; lasting values below 0 mean that they work against it.",
+    read: reason ? null : "Above 0 the others push the same way as the agent's own rollouts; lasting values below 0 mean that they work against it.",
     blank: reason || (lines.length ? null : "No step had both an own and a foreign gradient."),
     build: lineChart({ lines, rules: [{ y: 0 }], xTitle: "step", zero: true, format: ".2~f" }),
   });

@@ -68,6 +68,7 @@ function renderComparison(parent, { study, variants, variantName }) {
   const place = section(parent, "result", "Result", `${sampled ? "Final accuracy of sampled answers to" : "Final accuracy on"} held-out problems: means over seeds with 95% intervals, and paired differences to ${study.baseline ?? "the baseline"} in points. Bold: the interval leaves out 0. p is corrected for the number of comparisons (Holm); coloured where it stays below 0.05.`);
   if (seeds < 3) place.append(empty(`This study has ${plural(seeds, "seed")}: too few to tell a difference from chance. Take intervals and p as a rough guide, or add seeds.`));
   else if (seeds < 6) place.append(el("p", { class: "small" }, `With ${seeds} seeds p cannot be below ${2 / 2 ** seeds}, even before the correction: direction and size can be seen, significance cannot.`));
+  renderDecisions(place, study.runs.flatMap((run) => (run.data ? [run.data] : [])));
   if ((study.pairs || []).length > 1) renderOverview(place, study, variants, variantName);
   const rows = study.agents || [];
   if (!rows.length) { place.append(empty("No run is done yet.")); return; }

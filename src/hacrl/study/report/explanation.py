@@ -1,0 +1,16 @@
+"""What a run's algorithm says about its own figures."""
+
+from dataclasses import asdict
+from typing import Any
+
+from hacrl.algorithms import Explanation
+from hacrl.config import parse_algorithm
+
+
+def explanation_of(section: Any, num_agents: int) -> dict[str, str | None]:
+    """The algorithm's sentences; none where this version does not know it, or not all of its options."""
+    try:
+        told = parse_algorithm(section).explain(num_agents)
+    except ValueError:
+        told = Explanation()
+    return asdict(told)
