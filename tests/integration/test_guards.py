@@ -18,7 +18,8 @@ from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.learning import Lesson
 from hacrl.agents.loading import ZOO
-from hacrl.algorithms import ALGORITHMS, GRPO, GSPO, Advantages, Algorithm
+from hacrl.algorithms import ALGORITHMS, GRPO, GSPO, HACPO, Advantages, Algorithm
+from hacrl.cli_tables import print_plan
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.demo import run_demo
 from hacrl.errors import UserError
@@ -366,6 +367,17 @@ def test_evaluation_with_rewards_outside_0_and_1(make_config: MakeConfig, tmp_pa
     assert (result.accuracy, result.low, result.high) == pytest.approx((5, 5 - half, 5 + half))
     assert (result.problems, result.unverified) == (20, 5)
     assert [line["reward"] for line in read_jsonl(output)] == [-3.0, 8.0, 10.0, None] * 5
+
+
+def test_hacpo_with_three_agents_says_that_it_is_our_decision(make_config: MakeConfig) -> None:
+    console = Console(file=StringIO(), width=400)
+    config = make_config("llama-plus", "llama-minus", "llama-weak", max_steps=1)
+    train(config, console=console)
+    decision = HACPO().explain(num_agents=3).decision
+    assert f"note {decision}\n" in console.file.getvalue()
+    console = Console(file=StringIO(), width=400)
+    print_plan(console, config)
+    assert f"note {decision}\n" in console.file.getvalue()
 
 
 # --- the demo ------------------------------------------------------------------------------------------
