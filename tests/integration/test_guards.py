@@ -21,7 +21,7 @@ from hacrl.agents.loading import ZOO
 from hacrl.algorithms import ALGORITHMS, GRPO, GSPO, HACPO, Advantages, Algorithm
 from hacrl.cli_tables import print_plan
 from hacrl.config import AgentConfig, RunConfig
-from hacrl.demo import run_demo
+from hacrl.demo import NO_EVIDENCE, print_result, run_demo, same_experiment
 from hacrl.errors import UserError
 from hacrl.evaluation.heldout import evaluate_target, interval
 from hacrl.tasks.arithmetic import ArithmeticTask
@@ -406,11 +406,30 @@ def test_the_demo_compares_both_agents_and_says_what_to_do_next(tmp_path: Path) 
     assert "Rollouts sampled: gspo 32, hacpo 32, hacpo_robust 32." in table
     for command in ("report", "rollouts", "eval", "train team", "train my.yaml"):
         assert re.search(rf"hacrl {command}\b", table)
+    assert NO_EVIDENCE in table
+    assert "Checked over" not in table
+    print_result(console, summaries, tmp_path, 1.0, as_checked=True)
+    assert "Checked over 5 seeds" in console.file.getvalue()
 
     before = contents(tmp_path / "demo")
     with pytest.raises(UserError, match="demo is not empty"):
         run_demo(console, str(tmp_path / "demo"), small)
     assert contents(tmp_path / "demo") == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        ([], True),
+        (["output_dir=x", "seed=3", "device=cpu", "report_to=[tensorboard]", "agents.llama-plus.device=cpu"], True),
+        (["max_steps=3"], False),
+        (["task.eval_size=20"], False),
+        (["agents.llama-plus.temperature=0.7"], False),
+        (["algorithm.epsilon=0.2"], False),
+    ],
+)
+def test_the_demo_shows_evidence_for_its_own_settings_only(overrides: list[str], same: bool) -> None:
+    assert same_experiment(RunConfig.load("demo", overrides), RunConfig.load("demo")) == same
 
 
 def test_the_demo_pair_is_alike_enough_to_learn_from_each_other(tmp_path: Path) -> None:
