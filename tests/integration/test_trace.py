@@ -96,7 +96,8 @@ def test_hacpo_trace_is_the_papers_arithmetic(
 
 @pytest.mark.parametrize("algorithm", ["hacpo", "gspo", "grpo", "naive", "swarm", "ftis", "success_gated", "luffy"])
 def test_every_valid_rollout_appears_once_per_learner_and_pass(make_config: MakeConfig, algorithm: str) -> None:
-    run = run_with_trace(make_config, {"name": algorithm}, "llama-plus", "neox-pair", num_iterations=2)
+    options = {"spread": True} if algorithm == "ftis" else {}
+    run = run_with_trace(make_config, {"name": algorithm, **options}, "llama-plus", "neox-pair", num_iterations=2)
     for step in (1, 2, 3):
         rollouts = read_jsonl(run.step_file("rollouts", step))
         metrics = run.metrics()[step]

@@ -79,11 +79,22 @@ def test_swarm_takes_every_part_of_a_mixture_from_both(make_config: MakeConfig) 
     assert used == {(part, source) for part in ("easy", "hard") for source in ("agent0", "agent1")}
 
 
+def test_token_ratios_between_tokenizers_are_refused_at_the_start(make_config: MakeConfig) -> None:
+    config = make_config("llama-plus", "llama-minus", "neox-pair", algorithm={"name": "ftis"}, max_steps=1)
+    with pytest.raises(UserError, match=r"not defined between agent0 and agent2: .* algorithm\.spread=true"):
+        train(config)
+    assert not Path(config.output_dir).exists()
+    train(make_config("llama-plus", "llama-minus", algorithm={"name": "ftis"}, max_steps=1))
+
+
 @pytest.mark.parametrize("algorithm", ["swarm", "ftis", "success_gated", "luffy"])
 def test_the_other_ways_to_share(make_config: MakeConfig, algorithm: str) -> None:
     """Among two agents with one vocabulary and one with another, foreign rollouts reach the gradient."""
     models = ["llama-plus", "neox-pair", "llama-minus"]
-    config = make_config(*models, algorithm={"name": algorithm, "beta": 0.01}, prompts_per_step=8, max_steps=3)
+    spread = {"spread": True} if algorithm == "ftis" else {}
+    config = make_config(
+        *models, algorithm={"name": algorithm, "beta": 0.01, **spread}, prompts_per_step=8, max_steps=3
+    )
     steps = RunDir(train(config).run_dir).metrics()[1:]
     assert all(finite(step) for step in steps)
     ids = [agent.id for agent in config.agents]

@@ -1,6 +1,7 @@
 """One agent: a policy that samples completions and learns from its own and from others'."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +41,17 @@ def vllm_of(config: AgentConfig) -> VLLM:
     """vLLM with an agent's model, in this process."""
     length = config.max_prompt_length + config.max_completion_length
     return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.temperature, config.vllm)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How an agent reads and writes text: whether others can use its rollouts depends on it."""
+
+    has_chat_template: bool
+    vocabulary: str
+    """Equal for two agents whose token ids mean the same tokens."""
+    opened_block: str
+    """The block that its prompts open for completions, for example <think>; empty: none."""
 
 
 class Agent:
@@ -98,6 +110,9 @@ class Agent:
         return VLLMEngine(sampler, self.model, self.tokenizer, self.stop_ids, lambda: self.learner.updates)
 
     # --- prompts -----------------------------------------------------------------------------------
+
+    def traits(self, problem: Problem) -> Traits:
+        return Traits(self.has_chat_template, self.retokenizer.vocabulary, self.opened_block(problem))
 
     @property
     def has_chat_template(self) -> bool:

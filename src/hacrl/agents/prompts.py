@@ -18,7 +18,7 @@ from hacrl.tasks.problem import Prompt
 from hacrl.tasks.worker import Worker
 
 TEMPLATE_SECONDS = 5.0
-TEMPLATE_MEMORY = 2**30
+TEMPLATE_MEMORY_GIB = 1.0
 TEMPLATE_CHARACTERS = 10**6
 """What a chat template may take for a short prompt, and make of it; usual ones take a millisecond and a few MB."""
 CHARACTERS_PER_TOKEN = 16
@@ -107,7 +107,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, wher
 @lru_cache
 def _explosion(template: str, variables: str) -> str | None:
     """What went beyond the limits; None: nothing. In a child, because nothing else ends a long multiplication."""
-    child = Worker(f"{Path(__file__).with_name('template_child.py')}:lengths", sys.path, TEMPLATE_MEMORY)
+    child = Worker(f"{Path(__file__).with_name('template_child.py')}:lengths", sys.path, TEMPLATE_MEMORY_GIB)
     try:
         reply = child.call({"completions": json.loads(variables), "template": template}, TEMPLATE_SECONDS)
     finally:
@@ -118,7 +118,7 @@ def _explosion(template: str, variables: str) -> str | None:
         return f"it makes {longest:,.0f} characters" if longest > TEMPLATE_CHARACTERS else None
     if reply.outcome == "timeout":
         return f"it takes longer than {TEMPLATE_SECONDS:g} s"
-    return f"it needs more than {TEMPLATE_MEMORY / 2**30:g} GiB of memory"
+    return f"it needs more than {TEMPLATE_MEMORY_GIB:g} GiB of memory"
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:

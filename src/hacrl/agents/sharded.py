@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hacrl.agents.agent import Agent
+from hacrl.agents.agent import Agent, Traits
 from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import load_model, load_tokenizer, resolve_device
 from hacrl.agents.lora import with_same_weights
@@ -277,14 +277,14 @@ class ShardedAgent:
             own = config.model_copy(update={"device": device})
             tell(here, Member(own, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
             self.ranks.append(here)
-        self.has_chat_template: bool = self._answers()[0]
+        self._answers()  # all have opened the model
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self._call("check_prompts", problems)
 
-    def opened_block(self, problem: Problem) -> str:
-        block: str = self._call("opened_block", problem)
-        return block
+    def traits(self, problem: Problem) -> Traits:
+        traits: Traits = self._call("traits", problem)
+        return traits
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
         rollouts: list[Rollout] = self._call("sample", problems, step, sampling_round)
@@ -347,7 +347,7 @@ def serve(connection: Connection) -> None:
     """Be a rank: answer calls until nobody is there to make any."""
     member: Member = hear(connection)
     agent = member.agent()
-    tell(connection, agent.has_chat_template)
+    tell(connection, None)
     while True:
         name, args = hear(connection)
         tell(connection, member.ask(agent, name, *args))

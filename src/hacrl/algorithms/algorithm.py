@@ -91,6 +91,11 @@ class Algorithm(ABC):
                 raise ValueError(f"{name} must be finite and not negative, but is {value}")
 
     @property
+    def compares_tokens(self) -> bool:
+        """Whether it is defined only between agents with one vocabulary, because it compares token by token."""
+        return False
+
+    @property
     def rescores_foreign(self) -> bool:
         """Whether foreign ratios compare the learner with itself before its first update of the step."""
         return False

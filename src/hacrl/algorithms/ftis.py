@@ -4,6 +4,9 @@ Everybody's rollouts of a prompt are one group. A foreign token's gradient is we
 likely it is for the learner than for its source, truncated at `cap`. Wrong foreign rollouts (A < 0) far from
 the learner are left out. Own rollouts are treated as in GSPO. As we read it: the values of `cap` and
 `kl_max`, and the estimate of the divergence (k3, mean over tokens).
+
+The method is defined between agents with one vocabulary. `spread` lets others take part, which is ours: the same
+log-probability of a completion, spread evenly, gives its tokens other weights.
 """
 
 from dataclasses import dataclass, replace
@@ -29,11 +32,17 @@ class FTIS(Algorithm):
     """The largest weight of a foreign token."""
     kl_max: float = 0.5
     """Foreign rollouts with A < 0 are left out where KL(source || learner) per token is above this."""
+    spread: bool = False
+    """Spread a source's log-probability evenly over the learner's tokens where their tokenizers differ."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cap == 0:
             raise ValueError("cap must be above 0: with 0 nothing foreign is learned")
+
+    @property
+    def compares_tokens(self) -> bool:
+        return not self.spread
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
@@ -54,6 +63,12 @@ class FTIS(Algorithm):
                 "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
                 f"its source, at most {self.cap:g}; s is shown only."
             ),
+            decision=(
+                "Decision: F-TIS is not defined between agents with different tokenizers; there a source's "
+                "log-probability is spread evenly over the learner's tokens (algorithm.spread)."
+            )
+            if self.spread
+            else None,
             wrong_filter=(
                 "A foreign rollout with A < 0 is left out where the KL divergence between its source and the learner "
                 f"is above {self.kl_max:g} per token."

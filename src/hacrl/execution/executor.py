@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hacrl.agents.agent import Traits
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.errors import UserError
 from hacrl.rollouts.rollout import Rollout
@@ -28,11 +29,10 @@ class Executor(Protocol):
     """GiB of GPU memory, the largest so far while each agent worked; None on a CPU, which agents share."""
 
     def check_prompts(self, problems: Sequence[Problem]) -> None: ...
-    def opened_blocks(self, problem: Problem) -> list[str]:
-        """Of each agent: the block that its prompt opens for completions, for example <think>; empty: none."""
+    def traits(self, problem: Problem) -> list[Traits]:
+        """How each agent reads and writes text; the problem is one of the run's."""
         ...
 
-    def without_chat_template(self) -> list[str]: ...
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]: ...
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]: ...
     def sample_and_learn(

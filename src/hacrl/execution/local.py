@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from hacrl.agents.agent import Agent
+from hacrl.agents.agent import Agent, Traits
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.loading import Bases
 from hacrl.agents.sharded import ShardedAgent
@@ -51,11 +51,8 @@ class LocalExecutor:
         for agent in self.agents:
             agent.check_prompts(problems)
 
-    def opened_blocks(self, problem: Problem) -> list[str]:
-        return [agent.opened_block(problem) for agent in self.agents]
-
-    def without_chat_template(self) -> list[str]:
-        return [agent.config.id for agent in self.agents if not agent.has_chat_template]
+    def traits(self, problem: Problem) -> list[Traits]:
+        return [agent.traits(problem) for agent in self.agents]
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
         return self._each(lambda agent: agent.sample(problems, step, sampling_round))

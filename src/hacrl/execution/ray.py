@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hacrl import __version__
+from hacrl.agents.agent import Traits
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.sharded import Member, joined, state_of
 from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
@@ -79,7 +80,7 @@ class RayExecutor:
                 worker.place = self._get(worker, worker.actor.place.remote())
             self.node = ray.get_runtime_context().get_node_id()
             meeting_points = {w.agent: self._meeting_point(w) for w in self.workers if w.rank == 0}
-            self.chat_templates: list[bool] = self._each(
+            self._each(
                 "open",
                 lambda worker: (
                     __version__,
@@ -203,11 +204,8 @@ class RayExecutor:
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self._call("check_prompts", ray.put(problems))
 
-    def opened_blocks(self, problem: Problem) -> list[str]:
-        return self._call("opened_block", problem)
-
-    def without_chat_template(self) -> list[str]:
-        return [agent_id for agent_id, there in zip(self.ids, self.chat_templates, strict=True) if not there]
+    def traits(self, problem: Problem) -> list[Traits]:
+        return self._call("traits", problem)
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
         return self._call("sample", ray.put(problems), step, sampling_round)

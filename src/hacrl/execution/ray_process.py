@@ -74,7 +74,7 @@ class AgentProcess:
         return port
 
     def open(self, version: str, member: Member, sampler: Any) -> Reply:
-        """Load the model; the answer is whether it has a chat template. `sampler`: a `SamplerProcess` or None."""
+        """Load the model. `sampler` is a `SamplerProcess` or None."""
         if version != __version__:
             raise UserError(
                 f"Agent {member.config.id}: hacrl is {__version__} on its node and {version} here. "
@@ -82,7 +82,7 @@ class AgentProcess:
             )
         self.member = member
         self.agent = member.agent(None if sampler is None else RemoteSampler(sampler, member.config))
-        return self._reply(lambda: self.agent.has_chat_template)
+        return self._reply(lambda: None)
 
     def call(self, name: str, *args: Any) -> Reply:
         return self._reply(lambda: self.member.ask(self.agent, name, *args))

@@ -17,6 +17,7 @@ from hacrl.execution.local import LocalExecutor
 from hacrl.seeding import seed_all
 from hacrl.tasks import build_task
 from hacrl.training.checkpoint import complete_checkpoints, refuse_damaged_model, step_of
+from hacrl.training.exchange import check_exchange
 from hacrl.training.progress import Progress
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trackers import Trackers, check_trackers
@@ -133,14 +134,15 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         Progress(config, console, title) as progress,
         closing(make_executor(config, progress.on_agent)) as executor,
     ):
-        for agent_id in executor.without_chat_template():
-            remarks.append(f"Agent {agent_id} has no chat template: string prompts are given to it as they are.")
-        for remark in remarks:
-            console.print(f"[yellow]note[/yellow] {remark}", highlight=False)
         first = task.train(0, config.prompts_per_step)
         executor.check_prompts([*first, *task.listed, *task.eval_problems])
-        if config.algorithm.shares_rollouts:
-            warn_of_unlike_blocks([agent.id for agent in config.agents], executor.opened_blocks(first[0]))
+        traits = executor.traits(first[0])
+        for agent, own in zip(config.agents, traits, strict=True):
+            if not own.has_chat_template:
+                remarks.append(f"Agent {agent.id} has no chat template: string prompts are given to it as they are.")
+        for remark in remarks:
+            console.print(f"[yellow]note[/yellow] {remark}", highlight=False)
+        check_exchange(config, traits)
         run = run if resume else RunDir.create(config)
         audience = Audience([progress])
         trainer = Trainer(config, task, executor, run, audience)
@@ -165,21 +167,6 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
                     raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
                 raise
     return RunResult(run.path, summary)
-
-
-def warn_of_unlike_blocks(agents: list[str], blocks: list[str]) -> None:
-    """Say which agents cannot use each other's rollouts, because only some of their prompts open a block."""
-    by_block = {block: [agent for agent, own in zip(agents, blocks, strict=True) if own == block] for block in blocks}
-    if len(by_block) == 1:
-        return
-    told = [f"those of {' and '.join(ids)} {f'with {b}' if b else 'without one'}" for b, ids in by_block.items()]
-    opener = next(agent for agent, block in zip(agents, blocks, strict=True) if block)
-    warn(
-        f"Some prompts end with an open block and others do not: {', '.join(told)}. A completion of the one kind does "
-        "not fit behind a prompt of the other, so these agents drop each other's rollouts (unopened_block) and do not "
-        f"learn from them. Set agents.{opener}.chat_template_kwargs={{enable_thinking: false}} if its chat template "
-        "knows that, or choose models whose chat templates end alike."
-    )
 
 
 def check_same_run(config: RunConfig, saved: RunConfig) -> None:

@@ -1,0 +1,43 @@
+"""Whether the agents of a run can use each other's rollouts, said before the first step."""
+
+from collections import defaultdict
+
+from hacrl.agents.agent import Traits
+from hacrl.config import RunConfig
+from hacrl.errors import UserError, warn
+
+
+def check_exchange(config: RunConfig, traits: list[Traits]) -> None:
+    """UserError if the algorithm is not defined between these agents; a warning if they drop each other's rollouts."""
+    if not config.algorithm.shares_rollouts:
+        return
+    by_vocabulary: defaultdict[str, list[str]] = defaultdict(list)
+    by_block: defaultdict[str, list[str]] = defaultdict(list)
+    for agent, own in zip(config.agents, traits, strict=True):
+        by_vocabulary[own.vocabulary].append(agent.id)
+        by_block[own.opened_block].append(agent.id)
+    if config.algorithm.compares_tokens and len(by_vocabulary) > 1:
+        raise UserError(_unlike_tokens(config.algorithm.name, list(by_vocabulary.values())))
+    if len(by_block) > 1:
+        warn(_unlike_blocks(by_block))
+
+
+def _unlike_tokens(algorithm: str, groups: list[list[str]]) -> str:
+    first, second = groups[0][0], groups[1][0]
+    return (
+        f"algorithm.name: {algorithm} compares agents token by token, which is not defined between {first} and "
+        f"{second}: their tokenizers differ. Choose another algorithm, or set algorithm.spread=true, which spreads a "
+        "source's log-probability evenly over the learner's tokens and is not the published method."
+    )
+
+
+def _unlike_blocks(agents: dict[str, list[str]]) -> str:
+    """Which agents drop each other's rollouts, because only some of their prompts open a block."""
+    told = [f"those of {' and '.join(ids)} {f'with {b}' if b else 'without one'}" for b, ids in agents.items()]
+    opener = next(ids[0] for block, ids in agents.items() if block)
+    return (
+        f"Some prompts end with an open block and others do not: {', '.join(told)}. A completion of the one kind does "
+        "not fit behind a prompt of the other, so these agents drop each other's rollouts (unopened_block) and do not "
+        f"learn from them. Set agents.{opener}.chat_template_kwargs={{enable_thinking: false}} if its chat template "
+        "knows that, or choose models whose chat templates end alike."
+    )
