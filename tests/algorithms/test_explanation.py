@@ -11,6 +11,7 @@ from hacrl.algorithms.capability import CapabilityOptions
 
 SHARING: list[Algorithm] = [
     Naive(),
+    Naive(ratio="own"),
     Swarm(),
     FTIS(),
     SuccessGated(),
@@ -76,6 +77,8 @@ def test_every_algorithm_explains_itself(name: str) -> None:
         (RobustHACPO(), "ratio", "both per token of the learner"),
         (RobustHACPO(ratio_unit="token"), "ratio", "each per token of its own"),
         (Naive(epsilon=0.1, epsilon_high=0.2), "band", "The band of a foreign rollout is 0.9 to 1.2:"),
+        (Naive(), "ratio", "how likely it was for its source when it was sampled"),
+        (Naive(ratio="own"), "ratio", "how likely it was for the same learner before"),
         (Swarm(share=0.25), "weight", "On 25% of the prompts"),
         (FTIS(cap=3.0), "weight", "at most 3"),
         (SuccessGated(transfer_weight=0.5), "weight", "the weight 0.5 whatever its s"),

@@ -248,7 +248,7 @@ def uses(tab: Tab) -> list[tuple[bool, str, bool]]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_report_says_what_the_algorithm_says(tab: Tab, make_config: MakeConfig, name: str) -> None:
-    config = make_config(algorithm={"name": name}, prompts_per_step=6, task={"name": "arithmetic", "eval_size": 8})
+    config = make_config(algorithm={"name": name}, prompts_per_step=12, task={"name": "arithmetic", "eval_size": 8})
     tab.open(write_report(train(config, console=Console(file=io.StringIO())).run_dir))
     tab.scroll_through()
     tab.browse()
@@ -274,6 +274,17 @@ def test_the_report_says_what_the_algorithm_says(tab: Tab, make_config: MakeConf
     assert {by_source for by_source, _, _ in found} == ({True, False} if shares else {True})
     for by_source, tooltip, has_band in found:
         assert has_band == ("band" in tooltip) == (by_source or told.band is not None)
+
+
+def test_a_ratio_that_is_always_1_is_not_drawn(tab: Tab, make_config: MakeConfig) -> None:
+    """A learner that makes one update a step has not changed when it compares a rollout with its own earlier view."""
+    algorithm = {"name": "naive", "ratio": "own"}
+    config = make_config(algorithm=algorithm, rollouts_per_update=100, task={"name": "arithmetic", "eval_size": 2})
+    tab.open(write_report(train(config, console=Console(file=io.StringIO())).run_dir))
+    tab.scroll_through()
+    assert [place.text for place in tab.all("#overlap .empty")] == ["s was 1 for every rollout."] * 2
+    assert [place.text for place in tab.all("#kept .empty")] == ["All of them were kept."] * 2
+    assert tab.text("#overlap .lead").startswith(str(config.algorithm.explain(num_agents=2).ratio))
 
 
 def test_one_agent_is_told_nothing_about_others(tab: Tab, tmp_path: Path) -> None:

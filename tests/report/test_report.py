@@ -67,7 +67,7 @@ def test_an_algorithm_of_another_version_is_not_explained(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", steps=1)
     assert collect.run_data(run)["explanation"]["band"] is not None
     config = (run / "config.yaml").read_text()
-    for section in ("{name: hacpo, gamma: 3}", "{name: hacpo9}", "[hacpo]"):
+    for section in ("{name: hacpo, gamma: 3}", "{name: hacpo9}"):
         (run / "config.yaml").write_text(config.replace("algorithm:\n  name: hacpo", f"algorithm: {section}"))
         assert set(collect.run_data(run)["explanation"].values()) == {None}
 

@@ -82,6 +82,7 @@ def test_an_idle_run_warns(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> N
             "task.eval_size=1",
             "eval_every=0",
             "save_every=0",
+            "algorithm.name=hacpo",
             "algorithm.delta=0.000001",
             "algorithm.delta_step=0",
         ],

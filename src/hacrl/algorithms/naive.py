@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
 from hacrl.algorithms.gspo import clip_sentence, gspo_explanation, gspo_terms
 
 
@@ -31,8 +31,13 @@ class Naive(Algorithm):
         return gspo_terms(sequences, self.epsilon, self.epsilon_high)
 
     def explain(self, num_agents: int) -> Explanation:
+        to_itself = (
+            "s compares how likely a rollout is for the learner with how likely it was for the same learner before, "
+            "per token: when it sampled an own one, and before the first update of the step for a foreign one."
+        )
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high),
+            ratio=to_itself if self.ratio == "own" else ratio_sentence(),
             weight="A foreign rollout is used like an own one: its weight is s.",
             band=clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high),
         )

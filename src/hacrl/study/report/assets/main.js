@@ -18,7 +18,7 @@ function start() {
 
 function renderNavigation(main) {
   const nav = document.getElementById("nav");
-  const short = { result: "Result", learning: "Learning", capability: "Capability", overlap: "Overlap", kept: "Kept", sources: "Sources", agreement: "Agreement", time: "Time", lost: "Lost", rollouts: "Rollouts", settings: "Settings", failed: "Failed", differences: "Differences", cost: "Cost", run: "One run" };
+  const short = { result: "Result", learning: "Learning", capability: "Capability", overlap: "Ratio", kept: "Kept", sources: "Sources", agreement: "Agreement", time: "Time", lost: "Lost", rollouts: "Rollouts", settings: "Settings", failed: "Failed", differences: "Differences", cost: "Cost", run: "One run" };
   const links = new Map();
   for (const node of main.querySelectorAll(":scope > section")) {
     const link = el("a", { href: `#${node.id}` }, short[node.id]);

@@ -20,6 +20,7 @@ function whyNothingIsShared(run) {
 
 // Why a foreign rollout with an advantage may teach nothing; null where each of them teaches.
 const leavesOut = (run) => run.explanation.band || run.explanation.wrong_filter;
+const always = (lists, value) => lists.flat().every((each) => !known(each) || each === value);
 const sentences = (...parts) => parts.filter(Boolean).join(" ");
 
 function runFacts(run) {
@@ -182,7 +183,7 @@ function renderCapability(parent, run) {
 function renderOverlap(parent, run) {
   const { ratio, weight, band } = run.explanation;
   const reason = whyNothingIsShared(run);
-  const place = section(parent, "overlap", "Overlap of the agents", reason ? "How likely the agents find each other's rollouts." : sentences(ratio, weight, "Rollouts with A = 0 are not counted."));
+  const place = section(parent, "overlap", "The ratio s of others' rollouts", reason ? "How likely a learner finds the others' rollouts." : sentences(ratio, weight, "Rollouts with A = 0 are not counted."));
   if (reason) { place.append(empty(reason)); return; }
   place.append(legend([
     { name: "median", colour: "--muted", kind: "line" }, { name: "middle half and 5 to 95% of the rollouts", colour: "--strong-line" },
@@ -210,7 +211,7 @@ function renderOverlap(parent, run) {
       title: el("span", {}, agentName(learner.id, k, "wraps"), " learns from ", agentName(source.id, source.index, "wraps")),
       read: overlapSentence(q50, leavesOut(run) ? name(learner, source, "kept") : null),
       height: pairs.length > 4 ? 210 : 250,
-      blank: q50 ? null : "No rollout of this source was compared: all had advantage 0, or all were dropped.",
+      blank: !q50 ? "No rollout of this source was compared: all had advantage 0, or all were dropped." : always([q05, q50, q95], 1) ? "s was 1 for every rollout." : null,
       build: lineChart({ lines, bands, range, rules: [{ y: 1 }], xTitle: "step", format: ".2~f" }),
     });
   }
@@ -242,7 +243,7 @@ function renderKept(parent, run) {
     addFigure(grid, {
       title: el("span", {}, agentName(learner.id, k, "wraps"), " keeps of ", run.agents.length > 2 ? "the others" : agentName(others(run, learner)[0].id, others(run, learner)[0].index, "wraps")),
       read: "At 100% all of them teach the learner, at 0% none does.",
-      blank: lines.length ? null : "No foreign rollout with an advantage was logged.",
+      blank: !lines.length ? "No foreign rollout with an advantage was logged." : always(lines.map((line) => line.y), 1) ? "All of them were kept." : null,
       build: lineChart({ lines, xTitle: "step", range: [-0.03, 1.03], format: ".0%" }),
     });
   });
