@@ -8,6 +8,9 @@ from collections.abc import Iterable
 OUT_OF_MEMORY = 3
 """The exit code of a run that lacked memory: it may succeed where less runs beside it."""
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What moves the cursor, changes colours or turns the direction of the text; and halves of characters."""
+
 LACK_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
@@ -42,7 +45,12 @@ def system_error(error: BaseException | None) -> int | None:
 
 def warn(message: str) -> None:
     """Something the user should know that does not stop the run: one line on standard error."""
-    logging.getLogger("hacrl").warning(message)
+    logging.getLogger("hacrl").warning(harmless(message))
+
+
+def harmless(text: str) -> str:
+    """Text of data, models, rewards or files as a terminal may show it: control characters as \\x1b, \\u202e."""
+    return CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hacrl.errors import UserError, nearest
+from hacrl.strict_yaml import MAX_DEPTH, load_yaml
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -19,7 +18,7 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
     path = Path(source)
     if str(source) in preset_names():
         path = PRESETS / f"{source}.yaml"
-    elif not path.is_file():
+    elif not is_file(path):
         if (path / "config.yaml").is_file():
             raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
         if path.suffix in (".yaml", ".yml") or path.parent != Path():
@@ -27,13 +26,18 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
                 f"There is no file {path}. A preset ({', '.join(preset_names())}) or a YAML file is needed."
             )
         raise UserError(f"{str(source)!r} is neither a file nor a preset{nearest(str(source), preset_names())}")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or the date 2026-13-01
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    data = load_yaml(path.read_bytes(), str(path))
     if not isinstance(data, dict):
         raise UserError(f"{path} must hold keys and values (algorithm, agents, task, ...).")
     return data, str(source)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; what cannot be a path is none."""
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, or in a folder that nobody may look into
+        return False
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -43,10 +47,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise UserError(f"{override!r} is not of the form key=value, for example max_steps=20.")
-        try:
-            pairs.append((key.split("."), yaml.safe_load(text)))
-        except (yaml.YAMLError, ValueError) as error:
-            raise UserError(f"The value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
+        if key.count(".") >= MAX_DEPTH:
+            raise UserError(f"{key[:40]}...: more than {MAX_DEPTH} names with dots between them.")
+        pairs.append((key.split("."), load_yaml(text, f"The value of {key}")))
     pairs = [pair for i, pair in enumerate(pairs) if all(pair[0] != later for later, _ in pairs[i + 1 :])]
     # The name decides which options exist, so it comes before them wherever it stands.
     pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
@@ -72,7 +75,7 @@ def find_item(items: Sequence[Any], path: Sequence[str], where: str) -> tuple[in
     # An id may have dots itself: the longest that fits is meant.
     parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
     key = ".".join(path[:parts])
-    position = ids.index(key) if key in ids else int(key) if key.isdecimal() else -1
+    position = ids.index(key) if key in ids else int(key) if key.isdecimal() and len(key) < 10 else -1
     if not 0 <= position < len(items):
         raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
     return position, path[parts:]
