@@ -166,6 +166,15 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
         ('{"prompt": "a", "reward_model": {"ground_truth": "####"}}', "line 1 has no answer"),
         ('{"prompt": "a", "answer": ["1"]}', "line 1: the answer is a list, expected text or a number"),
         ('{"prompt": "a", "reward_model": "rule"}', "line 1, reward_model is not valid JSON"),
+        ('\n{"prompt": }', "line 2 is not valid JSON: column 12: Expecting value."),
+        ('[{"prompt": "a"},\n {"prompt" 3}]', "is not valid JSON: line 2, column 12: Expecting ':' delimiter."),
+        ('{"prompt": "a", "answer": 1, "prompt": "b"}', "line 1, column 30: the key 'prompt' is there twice."),
+        ('{"prompt": "a", "x": {"\\u0079": 1, "y": 2}}', "line 1, column 36: the key 'y' is there twice."),
+        ('[{"answer": 1,\n"answer": 2}]', ", line 2, column 1: the key 'answer' is there twice."),
+        ('{"prompt": "a", "x": ' + "[" * 150 + "]" * 150 + "}", "line 1, column 121: nested deeper than 100 levels."),
+        ('{"prompt": ' + "[" * 20_000, "line 1, column 111: nested deeper than 100 levels."),
+        ("[" * 20_000, ", column 101: nested deeper than 100 levels."),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "line 1 is not valid JSON: a number has too many digits."),
         ('{"prompt": 3, "answer": 1}', "line 1: prompt is neither text nor a list of chat messages"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "line 1: prompt is neither text nor a list of chat"),
     ],
@@ -177,6 +186,12 @@ def test_broken_files(tmp_path, content, message):
         load(path)
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
+
+
+def test_brackets_in_texts_are_no_nesting(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "[{" * 5000, "answer": "1", "x": [[1]] * 200}))
+    assert load(path)[0].prompt == "[{" * 5000
 
 
 def test_other_sources_that_cannot_be_read(tmp_path):

@@ -7,7 +7,6 @@ or `question`; the answer is `answer`, else `solution`, `ground_truth` or verl's
 import codecs
 import difflib
 import importlib
-import json
 import math
 import random
 import re
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hacrl.errors import UserError
+from hacrl.tasks.json_text import parse_json
 from hacrl.tasks.problem import Problem, Prompt
 
 Row = dict[str, Any]
@@ -163,21 +163,14 @@ def _read_json(path: Path) -> Iterable[tuple[str, Row]]:
     """JSON lines, or one JSON array."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
-        rows = [(f"{path}, row {number}", row) for number, row in enumerate(_parse_json(content, str(path)))]
+        rows = [(f"{path}, row {number}", row) for number, row in enumerate(parse_json(content, str(path)))]
     else:
         places = ((f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1))
-        rows = [(place, _parse_json(line, place)) for place, line in places if line.strip()]
+        rows = [(place, parse_json(line, place)) for place, line in places if line.strip()]
     for place, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{place}: expected an object with a prompt and an answer, got {type(row).__name__}.")
     return rows
-
-
-def _parse_json(text: bytes, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{place} is not valid JSON: {error}. Mend or remove it.") from error
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -300,7 +293,7 @@ def _ground_truth(row: Row, place: str) -> object:
     """verl's, in a column that may be JSON."""
     nested = row.get("reward_model")
     if isinstance(nested, str):
-        nested = _parse_json(nested.encode(), f"{place}, reward_model")
+        nested = parse_json(nested.encode(), f"{place}, reward_model")
     return nested.get("ground_truth") if isinstance(nested, dict) else None
 
 

@@ -1,0 +1,76 @@
+"""JSON of users' data: what Python's reader accepts in silence, or fails on, is refused with its place."""
+
+import json
+import re
+import reprlib
+from typing import Any
+
+from hacrl.errors import UserError
+from hacrl.strict_yaml import MAX_DEPTH, line_and_column
+
+TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*(:?)|[\[{]|[\]}]', re.DOTALL)
+"""What matters for keys and nesting: a text, with a colon where it is a key, and brackets."""
+
+
+class _Twice(ValueError):
+    """A key is in an object for the second time."""
+
+
+def parse_json(content: bytes, place: str) -> Any:
+    """The value of a JSON text; UserError with the place, the column and, where there are several, the line."""
+    try:
+        value = json.loads(content, object_pairs_hook=_unique)
+        # Few brackets cannot nest deeply, whether they stand in texts or not.
+        if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+            raise RecursionError
+        return value
+    except (RecursionError, _Twice):
+        text = content.decode(json.detect_encoding(content), "replace")
+        position, fault = _first_fault(text)
+        raise UserError(f"{place}, {_place(text[:position], text)}: {fault}. Fix or delete it.") from None
+    except json.JSONDecodeError as error:
+        where, fault = _place(error.doc[: error.pos], error.doc), error.msg
+    except UnicodeDecodeError as error:
+        text = content.decode(error.encoding, "replace")
+        before = content[: error.start].decode(error.encoding, "replace")
+        where, fault = _place(before, text), f"not text in {error.encoding} ({error.reason})"
+    except ValueError:  # Python reads whole numbers of up to 4,300 digits
+        where, fault = "", "a number has too many digits"
+    raise UserError(f"{place} is not valid JSON: {f'{where}: ' if where else ''}{fault}. Fix or delete it.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Twice
+    return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
+
+
+def _first_fault(text: str) -> tuple[int, str]:
+    """Where a key is there for the second time, or the nesting is too deep, whichever comes first."""
+    keys: list[set[str]] = []
+    for token in TOKEN.finditer(text):
+        if token[0] in "[{":
+            keys.append(set())
+            if len(keys) > MAX_DEPTH:
+                return token.start(), f"nested deeper than {MAX_DEPTH} levels"
+        elif token[0] in "]}":
+            keys.pop()
+        elif token[2]:
+            key = json.loads(token[1])
+            if key in keys[-1]:
+                return token.start(), f"the key {reprlib.repr(key)} is there twice"
+            keys[-1].add(key)
+    raise AssertionError("a text without a fault was refused")
+
+
+def _place(before: str, text: str) -> str:
+    line, column = line_and_column(before)
+    return f"line {line}, column {column}" if "\n" in text.rstrip() else f"column {column}"
