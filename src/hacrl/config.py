@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -24,11 +23,17 @@ from pydantic import (
 
 from hacrl.algorithms import ALGORITHMS, Algorithm, CapabilityOptions, RobustHACPO
 from hacrl.errors import UserError, nearest
-from hacrl.strict import Count, Positive, Strict, is_number
+from hacrl.strict import Count, Few, Length, Options, Positive, Seconds, Seed, Size, Strict, is_number
+from hacrl.strict_yaml import dump_yaml
 from hacrl.task_config import CurriculumConfig, PartConfig, RewardConfig, TaskConfig
 from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
+MAX_AGENTS = 256
+MAX_ROLLOUTS = 10_000_000
+"""Rollouts of one step, which are all in memory."""
+MAX_MISTAKES = 20
+"""Mistakes that an error lists."""
 STUDY_KEYS = {"algorithms", "pairs", "seeds", "baseline"}
 
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -37,9 +42,9 @@ Checked = TypeVar("Checked", bound=BaseModel)
 class LoraConfig(Strict):
     """Adapters beside a model's layers, in place of all its weights."""
 
-    r: Positive = 16
+    r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """What adapters add is multiplied by alpha / r."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of the layers that get adapters; default: all linear layers but the output projection."""
@@ -48,18 +53,18 @@ class LoraConfig(Strict):
 class ModelSettings(Strict):
     """How a model is opened, prompted and updated: in a run, and in a warm-up before it."""
 
-    max_prompt_length: Positive = 512
-    max_completion_length: Positive = 256
+    max_prompt_length: Length = 512
+    max_completion_length: Length = 256
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion, besides the model's end-of-turn tokens."""
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-6
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
     """Training steps over which the learning rate rises to its full value."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    adam_epsilon: Annotated[float, Field(gt=0, le=1000)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     lora: LoraConfig | None = None
     """Train adapters only. Agents of a process with the same model, dtype and device share its weights."""
@@ -67,20 +72,20 @@ class ModelSettings(Strict):
     """adamw_8bit: moments of 8 bits, by bitsandbytes, on CUDA."""
     optimizer_offload: bool = False
     """Keep float32 weights, gradients and moments in the computer's memory, and update there."""
-    micro_batch_size: Positive | None = None
+    micro_batch_size: Size | None = None
     """Rollouts in one forward and backward pass; default: as many as fit into memory. Changes memory and speed only."""
     gradient_checkpointing: bool | None = None
     """Keep no activations inside layers, compute them again; default: where a rollout would not fit into memory."""
-    sampling_batch_size: Positive = 512
+    sampling_batch_size: Size = 512
     """Completions decoded at once."""
     system_prompt: str | None = None
     prompt_suffix: str = ""
     """Added to the end of each prompt as it is, in a chat to the last message of the user."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Options = {}
     """Passed to the chat template, for example {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation. Weights and optimizer are float32 in either case: bfloat16 ones hardly move."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
     """auto: the first GPU if there is one."""
     trust_remote_code: bool = False
     fast: bool = True
@@ -90,11 +95,11 @@ class ModelSettings(Strict):
 class ResourcesConfig(Strict):
     """What a process takes of a Ray cluster."""
 
-    num_cpus: Positive = 1
+    num_cpus: Few = 1
     """Cores, and torch's threads."""
-    num_gpus: Annotated[float, Field(ge=0)] | None = None
+    num_gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
     """Default: 0 for `device: cpu` or where the cluster has no GPU, else 1."""
-    custom: dict[str, Annotated[float, Field(gt=0)]] = {}
+    custom: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = {}
     """Resources that nodes were started with: `ray start --resources='{"big": 1}'`."""
 
 
@@ -108,26 +113,26 @@ class AgentResources(ResourcesConfig):
 class RayConfig(Strict):
     """Where agents run with `execution: ray`, and what is done when one is lost."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:\d+)$")] | None = None
+    address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
     """auto: the cluster of this machine; HOST:PORT: that one; null: a Ray of the run's own, on this machine."""
     on_failure: Literal["restart", "stop"] = "restart"
     """When an agent's process or node is lost: go on from the newest checkpoint, or end the run."""
     max_restarts: Count = 3
     """So often in one call of `hacrl train`."""
-    placement_timeout: Annotated[float, Field(gt=0)] = 300.0
+    placement_timeout: Seconds = 300.0
     """Seconds to wait for the resources of all agents."""
 
 
 class Settings(ModelSettings):
     """Settings of an agent. Given for the run they hold for all agents; an agent may override each."""
 
-    num_generations: Positive = 8
+    num_generations: Annotated[int, Field(ge=1, le=65_536)] = 8
     """G: completions sampled for each prompt."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=1000)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
     """0: no limit."""
-    num_iterations: Positive = 1
+    num_iterations: Few = 1
     """Passes over a batch."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off out of the objective (they still count in the baseline)."""
@@ -139,13 +144,13 @@ class Settings(ModelSettings):
     """Take own old log-probabilities from the learner, not from the sampler; default: if dtype is bfloat16."""
     engine: Literal["native", "vllm"] = "native"
     """What samples: the built-in decoder on the weights that are trained, or vLLM, whose copy follows each update."""
-    vllm: dict[str, Any] = {}
+    vllm: Options = {}
     """Passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
     sampler_ratio_max: Annotated[float, Field(ge=1)] | None = None
     """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: do not."""
     resources: AgentResources = AgentResources()
     """With `execution: ray`."""
-    fsdp: Positive = 1
+    fsdp: Few = 1
     """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each, from `device` on."""
 
 
@@ -190,15 +195,15 @@ class RunConfig(Settings):
         InstanceOf[Algorithm],
         PlainSerializer(lambda algorithm: dataclasses.asdict(algorithm), dict),
     ] = RobustHACPO()
-    agents: Annotated[list[AgentConfig], Field(min_length=1)]
+    agents: Annotated[list[AgentConfig], Field(min_length=1, max_length=MAX_AGENTS)]
     task: TaskConfig
-    prompts_per_step: Positive = 32
+    prompts_per_step: Size = 32
     rollouts_per_update: Positive = 128
     """The same for every algorithm: who sees more rollouts makes more updates."""
     max_steps: Positive = 60
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
-    eval_samples: Count = 0
+    eval_samples: Annotated[int, Field(ge=0, le=65_536)] = 0
     """So many answers to each held-out problem are also sampled as in training; their mean reward is `eval_sampled`."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
@@ -210,9 +215,9 @@ class RunConfig(Settings):
     """Also save when the mean held-out accuracy is the best so far, and never delete that checkpoint."""
     dynamic_sampling: bool = False
     """Replace prompts whose rewards are all equal by further ones (DAPO)."""
-    dynamic_sampling_rounds: Positive = 3
+    dynamic_sampling_rounds: Few = 3
     """At most so many rounds of sampling a step."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     trace: bool = False
     """Write one line for every rollout each learner used in each update."""
     report_to: list[str] = []
@@ -250,6 +255,11 @@ class RunConfig(Settings):
         ids = [agent.id for agent in self.agents]
         if len(set(ids)) < len(ids):
             raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
+        if self.rollouts_per_step > MAX_ROLLOUTS:
+            raise ValueError(
+                f"prompts_per_step x num_generations of all agents must be at most {MAX_ROLLOUTS:,} rollouts a step, "
+                f"but is {self.rollouts_per_step:,}"
+            )
         alone = not self.algorithm.shares_rollouts or len(ids) == 1
         own_groups = alone or self.algorithm.groups_by_source
         for agent in self.agents:
@@ -308,7 +318,7 @@ class RunConfig(Settings):
         data = without_shared_settings(self.model_dump(mode="json"), Settings)
         order = ["algorithm", "agents", "task"]
         data = {**{name: data[name] for name in order}, **data}
-        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        return dump_yaml(data)
 
 
 def check_command(command: str, data: dict[str, Any], where: str) -> None:
@@ -420,10 +430,10 @@ def explain(error: ValidationError, sections: Mapping[tuple[str, ...], type[Stri
     """One line for each mistake: the place, the value and what to do. `sections` are the tree's, by their place."""
     items = error.errors()
     for_the_run = {item["loc"] for item in items}
+    # A setting of the run, which its agents share, is told once.
+    items = [item for item in items if item["loc"][0:1] != ("agents",) or item["loc"][2:] not in for_the_run]
     lines = []
-    for item in items:
-        if item["loc"][0:1] == ("agents",) and item["loc"][2:] in for_the_run:
-            continue  # a setting of the run, which its agents share: told once
+    for item in items[:MAX_MISTAKES]:
         place = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if item["type"] == "extra_forbidden":
@@ -436,7 +446,11 @@ def explain(error: ValidationError, sections: Mapping[tuple[str, ...], type[Stri
                 message = f"unknown key {key!r} (set to {value}){nearest(key, model.model_fields)}"
         elif item["type"] == "missing":
             message = "missing"
+        elif item["type"] == "less_than_equal":
+            message = f"must be at most {item['ctx']['le']:,.12g} (got {reprlib.repr(item['input'])})"
         elif item["type"] != "value_error":
             message = f"{message} (got {reprlib.repr(item['input'])})"
         lines.append(f"{place}: {message}" if place else message)
+    if len(items) > MAX_MISTAKES:
+        lines.append(f"and {len(items) - MAX_MISTAKES} more mistakes")
     return lines

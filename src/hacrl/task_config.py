@@ -5,19 +5,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hacrl.strict import Positive, Strict
+from hacrl.strict import Few, Options, Positive, Seconds, Size, Strict, Weight
 
 
 class RewardConfig(Strict):
     name: str
     """exact, math, or module:function."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
 
 
 class CurriculumConfig(Strict):
     """Stages of a task from reasoning-gym, from easy to hard."""
 
-    stages: Annotated[list[dict[str, Any]], Field(min_length=2)]
+    stages: Annotated[list[Options], Field(min_length=2, max_length=1000)]
     """Options of each stage, over `options`."""
     threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
     """The next stage begins when the mean reward of the last `window` steps is at least this."""
@@ -29,12 +29,12 @@ class SourceConfig(Strict):
 
     name: str | None = None
     """A procedural task: arithmetic, or gym:GENERATOR of reasoning-gym. Otherwise give `train`."""
-    min_operators: Positive = 2
-    max_operators: Positive = 3
+    min_operators: Few = 2
+    max_operators: Few = 3
     max_operand: Annotated[int, Field(ge=9, le=99)] = 99
     minus_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Of arithmetic: the share of chains that lean to subtraction."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """Of a gym task: the generator's own."""
     answer: Literal["tag", "last_line", "whole"] = "tag"
     """Of a gym task, what is scored: the text in the last <answer>...</answer>, the last line, or all of it."""
@@ -53,12 +53,12 @@ class SourceConfig(Strict):
     """Split of a hub data set; for procedural tasks `test` or `validation`."""
     reward: list[RewardConfig] = []
     """exact, math or module:function; or a list of them with weights."""
-    reward_timeout: Annotated[float, Field(gt=0)] = 10.0
+    reward_timeout: Seconds = 10.0
     """Seconds for one completion in `math`, and in the scorer of a gym task."""
-    reward_call_timeout: Annotated[float, Field(gt=0)] = 120.0
+    reward_call_timeout: Seconds = 120.0
     """Seconds for one call of your own function."""
-    reward_workers: Positive = 2
-    reward_memory_gib: Annotated[float, Field(gt=0)] | None = 4.0
+    reward_workers: Few = 2
+    reward_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = 4.0
     """Memory that each process of a reward function may use, with the processes it starts; null: no limit."""
 
     @field_validator("name")
@@ -128,7 +128,7 @@ class PartConfig(SourceConfig):
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     """What metrics call it; default: the task's or the file's name."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Weight = 1.0
 
     @property
     def label(self) -> str:
@@ -143,9 +143,9 @@ class PartConfig(SourceConfig):
 class TaskConfig(SourceConfig):
     """Where problems come from and how answers are verified."""
 
-    mixture: list[PartConfig] = []
+    mixture: Annotated[list[PartConfig], Field(max_length=100)] = []
     """Several sources in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
-    eval_size: Positive = 500
+    eval_size: Size = 500
     """At most so many held-out problems are used during training."""
 
     @model_validator(mode="before")

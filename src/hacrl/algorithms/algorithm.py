@@ -8,7 +8,6 @@ An instance is its options. There is no state: what changes over time (capabilit
 updates made) is passed in.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,6 +18,9 @@ from torch import Tensor
 from hacrl.algorithms.advantage import Advantages, group_advantages
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance
 from hacrl.algorithms.explanation import Explanation
+
+LARGEST = 1_000_000_000
+"""The largest number that an option takes."""
 
 
 @dataclass
@@ -87,8 +89,8 @@ class Algorithm(ABC):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and name not in self.may_be_negative and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, but is {value}")
+            if isinstance(value, int | float) and name not in self.may_be_negative and not 0 <= value <= LARGEST:
+                raise ValueError(f"{name} must lie between 0 and {LARGEST:,}, but is {value}")
 
     @property
     def compares_tokens(self) -> bool:
@@ -154,8 +156,8 @@ class CapabilityAware(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not math.isfinite(self.reward_min):
-            raise ValueError(f"reward_min must be finite, but is {self.reward_min}")
+        if not abs(self.reward_min) <= LARGEST:
+            raise ValueError(f"reward_min must lie between -{LARGEST:,} and {LARGEST:,}, but is {self.reward_min}")
 
     def tracker(self, num_agents: int) -> CapabilityTracker:
         return CapabilityTracker(num_agents, self.capability)

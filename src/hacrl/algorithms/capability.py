@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 CAPABILITY_FLOOR = 1e-8
+MAX_WINDOW = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class CapabilityOptions:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}")
+        if self.window > MAX_WINDOW:
+            raise ValueError(f"window must be at most {MAX_WINDOW:,}, not {self.window}")
         if not 0 < self.ratio_min <= 1 <= self.ratio_max:
             raise ValueError(f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}")
 

@@ -6,27 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from hacrl.algorithms import ALGORITHMS
 from hacrl.config import RunConfig, check_command, checked
 from hacrl.errors import UserError, nearest
-from hacrl.strict import Strict
+from hacrl.strict import Few, Seed, Strict
+from hacrl.strict_yaml import dump_yaml
 from hacrl.training.run_dir import RunDir
 from hacrl.yaml_settings import apply_overrides, preset_names, read_source, with_overrides
 
 STUDIES = Path(__file__).parents[1] / "studies"
 
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-ENLARGED = re.compile(r"(.+)_x([1-9]\d*)")
+ENLARGED = re.compile(r"(.+)_x([1-9][0-9]{0,4})")
 """gspo_x2: GSPO with twice the rollouts."""
+MAX_RUNS = 10_000
 NAMING = {"algorithm", "algorithm.name"}
 """The settings that choose an algorithm."""
 
 Label = Annotated[str, Field(pattern=LABEL)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[int, Field(ge=1)]
 Changes = dict[str, Any]
 """Settings of a run, nested or with dots: {algorithm.alpha: 3}."""
 
@@ -44,7 +43,7 @@ class StudyConfig(Strict):
     """Label -> settings. A label NAME is that algorithm; NAME_xN the same with N times the rollouts."""
     options: dict[Label, Changes] = Field(default_factory=dict)
     """Crossed with the algorithms as ALGORITHM+OPTION; one without settings is the algorithm as it is."""
-    seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1)
+    seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1, max_length=MAX_RUNS)
     """A list, or how many from 0 on."""
     baseline: str | None = None
     """What the others are compared with: ALGORITHM or ALGORITHM+OPTION; default: the first."""
@@ -52,9 +51,9 @@ class StudyConfig(Strict):
     """What is compared: greedy accuracy, or what `eval_samples` found."""
     interval: Literal["t", "bootstrap"] = "t"
     """How the 95 % intervals over seeds are made."""
-    jobs: Positive | None = None
+    jobs: Few | None = None
     """Runs at once; default: as many as there are cores for, or four for each GPU."""
-    threads: Positive | None = None
+    threads: Few | None = None
     """Of each run; default: one, or more if there are fewer runs than cores. Results belong to one number of them."""
     output_dir: str | None = None
     """Default: runs/study-NAME."""
@@ -73,12 +72,17 @@ class StudyConfig(Strict):
     @field_validator("seeds", mode="before")
     @classmethod
     def _as_list(cls, seeds: Any) -> Any:
+        if isinstance(seeds, int) and seeds > MAX_RUNS:
+            raise ValueError(f"must be at most {MAX_RUNS:,} (got {seeds})")
         return list(range(seeds)) if isinstance(seeds, int) else seeds
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: every seed must be there once")
+        runs = max(len(self.pairs), 1) * len(self.variants) * len(self.seeds)
+        if runs > MAX_RUNS:
+            raise ValueError(f"pairs x algorithms x options x seeds must be at most {MAX_RUNS:,} runs, but is {runs:,}")
         if "all" in self.pairs:
             raise ValueError("pairs: all is what the mean over pairs is called; choose another name")
         if sum(not changes for changes in self.options.values()) > 1:
@@ -153,7 +157,7 @@ class StudyConfig(Strict):
 
     def to_yaml(self) -> str:
         """Files and presets are written out, so that it stands alone; the folder is where it lies."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude={"output_dir"}), sort_keys=False, allow_unicode=True)
+        return dump_yaml(self.model_dump(mode="json", exclude={"output_dir"}))
 
 
 def study_names() -> list[str]:
@@ -180,7 +184,7 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def merge(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings over settings, as `key=value` on the command line: another algorithm.name starts from its defaults."""
-    return apply_overrides(data, [f"{key}={yaml.safe_dump(value)}" for key, value in flat(changes)])
+    return apply_overrides(data, [f"{key}={dump_yaml(value)}" for key, value in flat(changes)])
 
 
 def of_present_agents(changes: Mapping[str, Any], present: set[str], known: set[str]) -> dict[str, Any]:

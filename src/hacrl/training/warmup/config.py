@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from hacrl.config import (
+    MAX_AGENTS,
     SECTIONS,
     AgentConfig,
     ModelSettings,
@@ -17,9 +17,14 @@ from hacrl.config import (
     without_shared_settings,
 )
 from hacrl.errors import UserError
-from hacrl.strict import Count, Positive, Strict
+from hacrl.strict import Count, Options, Positive, Seed, Size, Strict, Weight
+from hacrl.strict_yaml import dump_yaml
 from hacrl.task_config import TaskConfig, is_data_set
 from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
+
+MAX_LAYERS = 1_000
+MAX_WIDTH = 10_000_000
+"""The largest whole number in the architecture of a new model, the vocabulary's size among them."""
 
 
 class DataConfig(Strict):
@@ -33,7 +38,7 @@ class DataConfig(Strict):
     """Of a hub data set."""
     task: TaskConfig | None = None
     """arithmetic, gym:GENERATOR, or a mixture of them."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Weight = 1.0
     """Share of the rows among several sources."""
 
     @model_validator(mode="after")
@@ -48,13 +53,13 @@ class DataConfig(Strict):
 class WarmupSettings(ModelSettings):
     """Settings of an agent. Given for the warm-up they hold for all agents; an agent may override each."""
 
-    data: list[DataConfig] = Field(default_factory=list)
+    data: list[DataConfig] = Field(default_factory=list, max_length=100)
     """A file, a list of files, or {file or task, weight}."""
-    batch_size: Positive = 32
+    batch_size: Size = 32
     """Rows of one update."""
     max_steps: Positive = 100
     """Updates."""
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-5
 
     @field_validator("data", mode="before")
     @classmethod
@@ -73,7 +78,7 @@ class WarmupAgentConfig(WarmupSettings):
     """Leave these layers out, counted from 0."""
     init: Literal["pretrained", "random"] = "pretrained"
     """random: new weights."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: Options = Field(default_factory=dict)
     """With init: random: the architecture, over that of `model`; without a model, model_type and its options."""
     tokenizer: str | None = None
     """With init: random: zoo:NAME, a folder or a hub id; default: the model's."""
@@ -92,6 +97,10 @@ class WarmupAgentConfig(WarmupSettings):
             raise ValueError("max_layers and drop_layers cut a model; with init: random set config.num_hidden_layers")
         if self.model is None and ("model_type" not in self.config or self.tokenizer is None):
             raise ValueError("init: random needs a model, or config.model_type and tokenizer")
+        for name, value in self.config.items():
+            most = MAX_LAYERS if name.endswith("layers") else MAX_WIDTH
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"config.{name} must be at most {most:,}, but is {value}")
         return self
 
     @property
@@ -106,20 +115,20 @@ class WarmupAgentConfig(WarmupSettings):
 
 
 class WarmupConfig(WarmupSettings):
-    agents: Annotated[list[WarmupAgentConfig], Field(min_length=1)]
+    agents: Annotated[list[WarmupAgentConfig], Field(min_length=1, max_length=MAX_AGENTS)]
     task: TaskConfig | None = None
     """Greedy accuracy on its held-out problems is measured with the held-out loss."""
     eval_every: Count = 20
     """Steps between evaluations; 0: at the start and the end only."""
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Of the prompts in files: so many are never trained on, but used for the held-out loss."""
-    eval_size: Positive = 200
+    eval_size: Size = 200
     """At most so many held-out rows of each source."""
     save_every: Count = 50
     """Steps between checkpoints; 0: at the end only."""
     save_total_limit: Positive | None = 1
     """Keep only so many of the newest; null: all."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     output_dir: str = "runs/warmup"
 
     @model_validator(mode="before")
@@ -156,7 +165,7 @@ class WarmupConfig(WarmupSettings):
     def to_yaml(self) -> str:
         """The resolved config; an agent's settings only where they differ from the others'."""
         data = without_shared_settings(self.model_dump(mode="json"), WarmupSettings)
-        return yaml.safe_dump({"agents": data["agents"], **data}, sort_keys=False, allow_unicode=True)
+        return dump_yaml({"agents": data["agents"], **data})
 
 
 TASK_SECTIONS = {place: section for place, section in SECTIONS.items() if place[:1] == ("task",)}
