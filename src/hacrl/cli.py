@@ -1,21 +1,23 @@
 """The command line: parse, call, print."""
 
 import errno
+import math
 import sys
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-import yaml
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hacrl import __version__
 from hacrl.cli_tables import print_benchmarks, print_checks, print_models, print_plan, print_summary
 from hacrl.config import RunConfig
-from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, lack_of_memory, system_error
+from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, harmless, lack_of_memory, system_error
+from hacrl.strict_yaml import dump_yaml
+from hacrl.terminal import OUTPUT_CLOSED, OutputClosed, Terminal, guard_logs, print_traceback
 
 app = typer.Typer(
     help="Heterogeneous agents learn together: reinforcement learning with verifiable rewards, shared rollouts.",
@@ -25,9 +27,11 @@ app = typer.Typer(
 )
 models_app = typer.Typer(invoke_without_command=True)
 app.add_typer(models_app, name="models")
-console = Console()
+console = Terminal()
 
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LONGEST_MESSAGE = 10_000
+"""Characters of an error that are shown: a value in it may be a whole file."""
 NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 Source = Annotated[str, typer.Argument(metavar="PRESET_OR_YAML", help="A preset, a YAML file, or a run to resume.")]
@@ -44,8 +48,14 @@ class Dtype(StrEnum):
 
 def print_version(asked: bool) -> None:
     if asked:
-        print(f"hacrl {__version__}")
+        console.print(f"hacrl {__version__}", highlight=False)
         raise typer.Exit
+
+
+def finite(number: float | None) -> float | None:
+    if number is not None and math.isnan(number):  # which is in every range
+        raise typer.BadParameter("nan is not a number.")
+    return number
 
 
 @app.callback()
@@ -74,8 +84,8 @@ def train(
         return
     try:
         result = train_run(config, resume=resume, console=console)
-    except KeyboardInterrupt:  # here, because typer ends the program without a word
-        fail(f"interrupted; continue with `hacrl train {config.output_dir} --resume`.", 130)
+    except (KeyboardInterrupt, OutputClosed) as reason:  # here, because typer ends the program without a word
+        stop(reason, how_to_continue("train", Path(config.output_dir) / "config.yaml"))
     if result.already_finished:
         steps = result.summary["steps"]
         console.print(f"{result.run_dir} is already finished: {steps} steps. Nothing to do.", markup=False)
@@ -96,8 +106,8 @@ def warmup(
     config = given_config(source, overrides or [], resume)
     try:
         result = warm_up(config, resume=resume, console=console)
-    except KeyboardInterrupt:
-        fail(f"interrupted; continue with `hacrl warmup {config.output_dir} --resume`.", 130)
+    except (KeyboardInterrupt, OutputClosed) as reason:
+        stop(reason, how_to_continue("warmup", Path(config.output_dir) / "warmup.yaml"))
     if result.already_finished:
         console.print(f"{result.run_dir} is already finished. Nothing to do.", markup=False)
     table = Table(title=Text(f"Warm-up, {result.summary['steps']} steps"), title_justify="left")
@@ -109,8 +119,7 @@ def warmup(
         table.add_row(agent_id, *numbers, f"{agent.get('rows', 0):,}", f"{sum(agent.get('dropped', {}).values()):,}")
     console.print(table)
     agents = [{"id": agent_id, "model": str(model)} for agent_id, model in result.models.items()]
-    print("Use them in a config:")
-    print(yaml.safe_dump({"agents": agents}, sort_keys=False), end="")
+    console.print(Text(f"Use them in a config:\n{dump_yaml({'agents': agents})}"), end="", soft_wrap=True)
 
 
 @app.command()
@@ -131,7 +140,7 @@ def study(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For example seeds=5 settings.max_steps=20.")
     ] = None,
     output_dir: Annotated[str | None, typer.Option(help="Default: runs/study-NAME.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at once.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=1024, help="Runs at once.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid, and stop.")] = False,
 ) -> None:
     """Run a grid of algorithms, pairs, options and seeds, and compare; called again, it goes on."""
@@ -144,14 +153,14 @@ def study(
     whole = Study.build(runner.with_earlier_threads(config))
     runner.check_unchanged(whole)
     places = runner.choose_places(whole, jobs)
-    wide = console if console.is_terminal else Console(width=140)  # tables in a file need no fold
+    wide = console if console.is_terminal else Terminal(width=140)  # tables in a file need no fold
     results.print_plan(wide, whole, places.jobs, places.threads)
     if dry_run:
         return
     try:
         found = runner.run_study(whole, places, console)
-    except KeyboardInterrupt:
-        fail(f"interrupted; continue with `hacrl study {whole.folder}`.", 130)
+    except (KeyboardInterrupt, OutputClosed) as reason:
+        stop(reason, f"continue with `hacrl study {whole.folder}`.")
     results.print_results(wide, found)
     results.print_end(wide, whole, found)
     if any(run["status"] == "failed" for run in found["runs"]):
@@ -170,23 +179,31 @@ def evaluate(
         str | None, typer.Option(help="For example gsm8k,math500,aime25; default: the task's held-out problems.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with the benchmarks' files; default: the hub.")] = None,
-    k: Annotated[int | None, typer.Option(min=1, help="Completions of each problem; default: 1, AIME 30.")] = None,
+    k: Annotated[
+        int | None, typer.Option(min=1, max=65_536, help="Completions of each problem; default: 1, AIME 30.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="A preset or YAML file whose settings (and task: demo) are used for a model.")
     ] = None,
     checkpoint: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")] = None,
     problems: Annotated[
-        int | None, typer.Option("--problems", "--limit", min=1, help="How many problems (of each benchmark).")
+        int | None,
+        typer.Option("--problems", "--limit", min=1, max=1_000_000, help="How many problems (of each benchmark)."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="File for every answer with its verdict; with --benchmarks, a folder.")
     ] = None,
     system_prompt: Annotated[str | None, typer.Option(help="Default: the run's; of a model: asks for a box.")] = None,
-    max_completion_length: Annotated[int | None, typer.Option(min=1, help="Default: the run's, or 4096.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Default: 0 for k = 1, else the run's or 1.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Default: the run's, or 0.")] = None,
+    max_completion_length: Annotated[
+        int | None, typer.Option(min=1, max=2**20, help="Default: the run's, or 4096.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, max=1000, callback=finite, help="Default: 0 for k = 1, else the run's or 1."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Default: the run's, or 0.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Completions at once; default: the run's, or 64.")
+        int | None, typer.Option(min=1, max=1_000_000, help="Completions at once; default: the run's, or 64.")
     ] = None,
     check_verifier: Annotated[
         bool, typer.Option("--check-verifier", help="Judge the benchmarks' own answers in --data; no model.")
@@ -238,8 +255,8 @@ def evaluate(
         )
         try:
             results, folder = evaluate_benchmarks(target, options, console)
-        except KeyboardInterrupt:
-            fail("interrupted; the same command goes on where it stopped.", 130)
+        except (KeyboardInterrupt, OutputClosed) as reason:
+            stop(reason, "the same command goes on where it stopped.")
         print_benchmarks(console, results, folder, names)
         return
     for name, value in {"--data": data, **of_models}.items():
@@ -278,7 +295,10 @@ def export(
 def report(
     target: Annotated[Path, typer.Argument(metavar="RUN_OR_STUDY", help="The folder of a run or of a study.")],
     output: Annotated[Path | None, typer.Option(help="Default: report.html in that folder.")] = None,
-    max_mb: Annotated[float, typer.Option(min=0.1, help="Largest size; steps of rollouts are left out for it.")] = 30.0,
+    max_mb: Annotated[
+        float,
+        typer.Option(min=0.1, max=10_000, callback=finite, help="Largest size; steps of rollouts are left out for it."),
+    ] = 30.0,
 ) -> None:
     """Write one HTML file that shows a run or a study: curves, who learned from whom, every rollout."""
     from hacrl.study.report.page import write_report
@@ -336,21 +356,38 @@ def import_gguf(
 
     repairs = save_gguf(source, folder, getattr(torch, dtype.value))
     lines = [f"Saved in {folder}", *(f"- {repair}" for repair in repairs)]
-    use = yaml.safe_dump({"agents": [{"id": "a", "model": str(folder)}]}, default_flow_style=None).strip()
+    use = dump_yaml({"agents": [{"id": "a", "model": str(folder)}]}, default_flow_style=None).strip()
     for line in [*lines, "Use it in a config:", use]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def fail(message: str, code: int) -> NoReturn:
-    Console(stderr=True).print(Text.assemble(("error ", "bold red"), message), soft_wrap=True)
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
+    with suppress(OutputClosed):
+        Terminal(stderr=True).print(Text.assemble(("error ", "bold red"), harmless(message)), soft_wrap=True)
     sys.exit(code)
 
 
+def how_to_continue(command: str, file: Path) -> str:
+    return f"continue with `hacrl {command} {file.parent} --resume`." if file.is_file() else "it had not begun."
+
+
+def stop(reason: BaseException, advice: str) -> NoReturn:
+    """End a command that can be continued."""
+    if isinstance(reason, OutputClosed):
+        fail(f"stopped, because whatever read the output has closed it; {advice}", OUTPUT_CLOSED)
+    fail(f"interrupted; {advice}", 130)
+
+
 def main() -> None:
+    guard_logs()
     try:
         app()
     except UserError as error:
         fail(str(error), 2)
+    except OutputClosed:  # as `ls | head -1` ends
+        sys.exit(OUTPUT_CLOSED)
     except TrainingDiverged as error:
         advice = "Checkpoints are intact: start a new run whose agents' model is RUN/checkpoint-STEP/agents/ID, with a"
         fail(f"{error} {advice} smaller learning_rate.", 1)
@@ -364,6 +401,8 @@ def main() -> None:
             raise
         advice = "Lower micro_batch_size or sampling_batch_size, or give each agent its GPU."
         fail(f"Out of memory ({lack}). {advice}", OUT_OF_MEMORY)
+    finally:
+        sys.excepthook = print_traceback  # not before, for typer sets its own
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ def print_models(console: Console) -> None:
 
 
 def print_plan(console: Console, config: RunConfig) -> None:
-    from hacrl.training.browse import harmless, prompt_text
+    from hacrl.training.browse import prompt_text, shortened
     from hacrl.training.plan import first_problem, plan, step_seconds
     from hacrl.training.progress import duration
 
     plans = plan(config)
-    print(config.to_yaml())
+    console.print(Text(config.to_yaml()), soft_wrap=True)
     table = Table(title="Per step", title_justify="left")
     for name in ("agent", "parameters", "rollouts sampled", "rollouts used", "updates"):
         table.add_column(name, justify="left" if name == "agent" else "right")
@@ -74,7 +74,7 @@ def print_plan(console: Console, config: RunConfig) -> None:
         console.print(f"note {remark}", highlight=False, markup=False, soft_wrap=True)
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
-        console.print(Text.assemble("Its answer: ", harmless(problem.answer)))
+        console.print(Text.assemble("Its answer: ", shortened(problem.answer)))
     console.print("The settings are valid. Lengths of prompts and devices are looked at when the run starts.")
 
 

@@ -1,6 +1,5 @@
 """The rollouts of a run, for a person to read."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,11 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
 
-from hacrl.errors import UserError
+from hacrl.errors import CONTROL, UserError, harmless
 from hacrl.tasks.problem import Prompt
 from hacrl.training.files import ROLLOUT, each_line
 from hacrl.training.run_dir import RunDir
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""What moves the cursor, changes colours or turns the direction of the text."""
 MAX_CHARACTERS = 2_000
 GAP = "  "
 UNKNOWN: dict[str, Any] = {"index": 0, "reward": None, "num_tokens": 0, "logp_sum": None, "finish_reason": "–"}
@@ -152,20 +149,20 @@ def _summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _text(line: dict[str, Any]) -> Text:
-    return harmless(line["text"] if "detail" not in line else f"{line['text']} ({line['detail']})")
+    return shortened(line["text"] if "detail" not in line else f"{line['text']} ({line['detail']})")
 
 
 def _plain(text: str) -> str:
-    return harmless(text).plain
+    return shortened(text).plain
 
 
 def prompt_text(prompt: Prompt) -> Text:
     if not isinstance(prompt, str):
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    return harmless(prompt)
+    return shortened(prompt)
 
 
-def harmless(text: str) -> Text:
+def shortened(text: str) -> Text:
     """Model text as plain text: no markup, no control codes, not endless."""
-    shown = CONTROL.sub(lambda match: ascii(match.group())[1:-1], text[:MAX_CHARACTERS])
+    shown = harmless(text[:MAX_CHARACTERS])
     return Text(shown + (f" … ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""))

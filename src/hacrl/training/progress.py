@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hacrl.config import RunConfig
-from hacrl.training.browse import harmless
+from hacrl.training.browse import shortened
 
 COLUMNS = {"reward": 6, "accuracy": 13, "length": 6, "s": 5, "kept": 4, "tok/s": 6, "phase": 10}
 """Widths: fixed, so that nothing moves when numbers change."""
@@ -304,7 +304,7 @@ class _Notes(logging.Handler):
         self.alone = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.progress.view.warning = harmless(" ".join(record.getMessage().split())).plain
+        self.progress.view.warning = shortened(" ".join(record.getMessage().split())).plain
         if self.alone and logging.lastResort:
             logging.lastResort.handle(record)
 

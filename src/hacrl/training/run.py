@@ -16,6 +16,7 @@ from hacrl.execution.executor import AgentLost, Executor
 from hacrl.execution.local import LocalExecutor
 from hacrl.seeding import seed_all
 from hacrl.tasks import build_task
+from hacrl.terminal import Terminal
 from hacrl.training.checkpoint import complete_checkpoints, refuse_damaged_model, step_of
 from hacrl.training.exchange import check_exchange
 from hacrl.training.progress import Progress
@@ -64,7 +65,7 @@ def train(
     restarts = 0
     while True:
         try:
-            return _train(config, resume, console or Console(), title)
+            return _train(config, resume, console or Terminal(), title)
         except AgentLost as lost:
             run = RunDir(config.output_dir)
             if not run.config_file.is_file():  # it had not begun
@@ -141,7 +142,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
             if not own.has_chat_template:
                 remarks.append(f"Agent {agent.id} has no chat template: string prompts are given to it as they are.")
         for remark in remarks:
-            console.print(f"[yellow]note[/yellow] {remark}", highlight=False)
+            console.print(Text.assemble(("note ", "yellow"), remark))
         check_exchange(config, traits)
         run = run if resume else RunDir.create(config)
         audience = Audience([progress])

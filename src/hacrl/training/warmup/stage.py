@@ -24,6 +24,7 @@ from hacrl.execution.local import THREADS
 from hacrl.execution.memory import keep_freed_memory
 from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
 from hacrl.tasks import Task, build_task
+from hacrl.terminal import Terminal
 from hacrl.training import checkpoint
 from hacrl.training.metrics import accuracy_metrics
 from hacrl.training.run_dir import RunDir, make_folder, refuse_changes, write_atomically
@@ -53,7 +54,7 @@ class WarmupResult:
 
 def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | None = None) -> WarmupResult:
     """Train the agents of a config on written completions. `resume` continues the warm-up in its `output_dir`."""
-    console = console or Console()
+    console = console or Terminal()
     run = RunDir(config.output_dir)
     if resume:
         check_same(config, saved_config(run.path))
