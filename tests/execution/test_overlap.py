@@ -18,6 +18,7 @@ from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask
+from hacrl.training.checkpoint import write_marker
 from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from integration.test_resume import assert_equal_runs, interruptible
@@ -106,6 +107,7 @@ def test_rollouts_that_were_sampled_for_other_problems_are_refused(overlapped: P
     state = json.loads(file.read_text())
     state["ahead"]["rollouts"][1][3]["prompt_id"] = "1+1="
     file.write_text(json.dumps(state))
+    write_marker(file.parent)
     with pytest.raises(UserError, match="no longer gives the problems that the run was started with"):
         train(resumed_config(run_dir, []), resume=True)
 

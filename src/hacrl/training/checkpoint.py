@@ -52,9 +52,7 @@ def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents
         (aside / "state").mkdir(parents=True)
         save_agents(aside)
         (aside / "trainer.json").write_text(json.dumps(state), encoding="utf-8")
-        files = contents(aside)
-        marker = {"checksum": checksum_of(files), "files": files}
-        (aside / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+        write_marker(aside)
         for path in [*aside.rglob("*"), aside]:
             sync(path)
     except Exception as error:
@@ -69,8 +67,14 @@ def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents
     return final
 
 
+def write_marker(folder: Path) -> None:
+    files = contents(folder)
+    marker = {"checksum": checksum_of(files), "files": files}
+    (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
 def contents(folder: Path) -> Contents:
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MARKER]
     with ThreadPoolExecutor(THREADS) as threads:
         sums = list(threads.map(sha256, paths))
     return {
