@@ -1,6 +1,7 @@
 """Model folders that are damaged or do not fit together: a sentence that names agent and folder, before training."""
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from io import StringIO
@@ -184,6 +185,28 @@ def test_a_damaged_folder_is_told_with_agent_and_folder_before_training(
     assert len(told) < 800
     assert "LOAD REPORT" not in caplog.text
     assert not Path(config.output_dir).exists()
+
+
+def test_code_of_a_model_folder_does_not_run(folder: Path, make_config: MakeConfig) -> None:
+    """Neither a Python file that config.json names, nor a pickle of weights."""
+    ran = folder / "ran"
+
+    class Malicious:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (ran,)
+
+    edit("config.json", model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})(folder)
+    write("own.py", f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")(folder)
+    config = make_config(agents=[{"id": "ann", "model": str(folder)}], algorithm={"name": "gspo"}, max_steps=1)
+    with pytest.raises(UserError, match=r"code of its own, which was not run. .* trust_remote_code: true"):
+        train(config)
+    shutil.copy(ZOO / "llama-plus" / "config.json", folder)
+    remove("model.safetensors")(folder)
+    with (folder / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({"model.embed_tokens.weight": Malicious()}, file)
+    with pytest.raises(UserError, match=r"no file named model\.safetensors"):
+        train(config)
+    assert not ran.exists()
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

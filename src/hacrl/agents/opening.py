@@ -9,6 +9,7 @@ from hacrl.errors import UserError, lack_of_memory
 LONGEST_REASON = 400
 """Characters; transformers lists every model it knows where one is unknown."""
 AGAIN = "Download or save it again."
+OWN_CODE = "it brings Python code of its own, which was not run. If you trust it, set trust_remote_code: true."
 
 
 @contextmanager
@@ -24,6 +25,8 @@ def opening(where: str, source: str | Path, file: str = "") -> Iterator[None]:
     except Exception as error:  # a TypeError of transformers about a config is as much about the file as its OSError
         if isinstance(error, RuntimeError) and lack_of_memory(error):
             raise
+        if "trust_remote_code" in str(error):
+            raise not_loaded(where, source, OWN_CODE) from error
         why = f"{file}: {reason(error)}." if file else f"{reason(error)}."
         raise not_loaded(where, source, f"{why} {AGAIN}" if Path(source).expanduser().exists() else why) from error
 

@@ -22,7 +22,7 @@ TEMPLATE_MEMORY_GIB = 1.0
 TEMPLATE_CHARACTERS = 10**6
 """What a chat template may take for a short prompt, and make of it; usual ones take a millisecond and a few MB."""
 CHARACTERS_PER_TOKEN = 16
-"""Of a text with more characters for each token allowed, a part is read first: it is nearly always too long itself."""
+"""A text with more characters than this for each token allowed is read in part first: the part is mostly too long."""
 MARGIN = 128
 """Tokens that the end of a text may take back from what stands before it: a long word can be one unknown token."""
 
