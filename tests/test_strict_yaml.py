@@ -32,9 +32,9 @@ REFUSED = [
     ("x:\n  - {seed: 1, 'seed': 2}", "line 2, column 15: the key 'seed' is already in line 2"),
     ("{1: a, true: b}", "line 1, column 8: the key 'true' is already in line 1"),
     ("<<: {a: 1}\n<<: {a: 2}", "line 2, column 1: the key '<<' is already in line 1"),
-    ("a: &x {b: *x}", "line 1, column 11: *x is inside of what it stands for"),
-    ("a: &x {<<: *x}", "line 1, column 12: *x is inside of what it stands for"),
-    ("&x [*x]", "line 1, column 5: *x is inside of what it stands for"),
+    ("a: &x {b: *x}", "line 1, column 11: the alias *x refers to itself"),
+    ("a: &x {<<: *x}", "line 1, column 12: the alias *x refers to itself"),
+    ("&x [*x]", "line 1, column 5: the alias *x refers to itself"),
     (ALIASES, f"line 6, column 5: more than {MAX_SIZE:,} values and characters"),
     (MERGES, f"line 6, column 14: more than {MAX_SIZE:,} values and characters"),
     (f"a: &a {'x' * 99_000}\nb: [*a, *a, *a]", "line 2, column 4: more than 250,000 values"),
@@ -58,7 +58,7 @@ REFUSED = [
     ("b: 1\n---\nc: 2", "line 2, column 1: not valid YAML: expected a single document"),
     ("b:\n\t- c", "line 2, column 1: not valid YAML"),
     ("b: 1\nc: \0", "line 2, column 4: not valid YAML: the character #x0000"),
-    ('b: "\\ud800"', "line 1, column 4: half of a character"),
+    ('b: "\\ud800"', "line 1, column 4: an incomplete character"),
     ('b: "\\UFFFFFFFF"', "line 1, column 7: not valid YAML"),
     (b"b: 1\nc: \xe9\n", "line 2, column 4: not valid YAML: the byte 0xe9 is not UTF-8"),
     ("b: 1".encode("utf-16"), "line 1, column 1: not valid YAML: the byte 0xff is not UTF-8"),
@@ -92,7 +92,7 @@ def test_every_kind_of_file_is_read_strictly(load: Any, tmp_path: Path) -> None:
 
 def test_a_runs_own_config_and_overrides_are_read_strictly(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: &a [*a]\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"config\.yaml: line 1, column 11: \*a is inside"):
+    with pytest.raises(UserError, match=r"config\.yaml: line 1, column 11: the alias \*a refers to itself"):
         RunDir.open(tmp_path).config()
     with pytest.raises(UserError, match=r"^The value of vllm: line 1, column 8: the key 'a' is already in line 1"):
         apply_overrides({}, ["vllm={a: 1, a: 2}"])

@@ -185,7 +185,7 @@ def test_training_without_a_reader_stops_and_can_be_resumed(hacrl: Run) -> None:
     code, err = without_reader("train", write("a.yaml"))
     assert code == OUTPUT_CLOSED
     assert err == (
-        "error stopped, because whatever read the output has closed it; continue with `hacrl train run --resume`.\n"
+        "error stopped, because the program that read the output closed it; continue with `hacrl train run --resume`.\n"
     )
     code, out, _ = hacrl("train", "run", "--resume")
     assert code == 0

@@ -370,13 +370,13 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def how_to_continue(command: str, file: Path) -> str:
-    return f"continue with `hacrl {command} {file.parent} --resume`." if file.is_file() else "it had not begun."
+    return f"continue with `hacrl {command} {file.parent} --resume`." if file.is_file() else "nothing was saved yet."
 
 
 def stop(reason: BaseException, advice: str) -> NoReturn:
     """End a command that can be continued."""
     if isinstance(reason, OutputClosed):
-        fail(f"stopped, because whatever read the output has closed it; {advice}", OUTPUT_CLOSED)
+        fail(f"stopped, because the program that read the output closed it; {advice}", OUTPUT_CLOSED)
     fail(f"interrupted; {advice}", 130)
 
 

@@ -75,7 +75,9 @@ def print_plan(console: Console, config: RunConfig) -> None:
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
         console.print(Text.assemble("Its answer: ", shortened(problem.answer)))
-    console.print("The settings are valid. Lengths of prompts and devices are looked at when the run starts.")
+    console.print(
+        "The settings are valid. Tokenizers, lengths of prompts and devices are looked at when the run starts."
+    )
 
 
 def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:

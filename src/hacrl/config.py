@@ -65,7 +65,7 @@ class ModelSettings(Strict):
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[float, Field(gt=0, le=1000)] = 1e-8
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     lora: LoraConfig | None = None
     """Train adapters only. Agents of a process with the same model, dtype and device share its weights."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -114,11 +114,11 @@ class RayConfig(Strict):
     """Where agents run with `execution: ray`, and what is done when one is lost."""
 
     address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
-    """auto: the cluster of this machine; HOST:PORT: that one; null: a Ray of the run's own, on this machine."""
+    """auto: the cluster of this machine; HOST:PORT: that one; null: a private Ray instance, started for this run."""
     on_failure: Literal["restart", "stop"] = "restart"
     """When an agent's process or node is lost: go on from the newest checkpoint, or end the run."""
     max_restarts: Count = 3
-    """So often in one call of `hacrl train`."""
+    """How many times lost agents are restarted in one call of `hacrl train`."""
     placement_timeout: Seconds = 300.0
     """Seconds to wait for the resources of all agents."""
 
@@ -138,7 +138,7 @@ class Settings(ModelSettings):
     """Leave completions that were cut off out of the objective (they still count in the baseline)."""
     log_kl: bool = True
     """Log the KL divergence to the starting model even when beta is 0; keeps a copy of its weights."""
-    max_logprob_gap: Annotated[float, Field(gt=0)] = 0.05
+    max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities."""
     recompute_logprobs: bool | None = None
     """Take own old log-probabilities from the learner, not from the sampler; default: if dtype is bfloat16."""
@@ -146,7 +146,7 @@ class Settings(ModelSettings):
     """What samples: the built-in decoder on the weights that are trained, or vLLM, whose copy follows each update."""
     vllm: Options = {}
     """Passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
-    sampler_ratio_max: Annotated[float, Field(ge=1)] | None = None
+    sampler_ratio_max: Annotated[float, Field(ge=1, le=1e6)] | None = None
     """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: do not."""
     resources: AgentResources = AgentResources()
     """With `execution: ray`."""
@@ -247,7 +247,7 @@ class RunConfig(Settings):
             raise ValueError(f"expected a list of {', '.join(TRACKERS)}, not {value!r}")
         for name in names:
             if name not in TRACKERS:
-                raise ValueError(f"{name!r} is no tracker{nearest(str(name), TRACKERS)}")
+                raise ValueError(f"unknown tracker {name!r}{nearest(str(name), TRACKERS)}")
         return list(dict.fromkeys(names))
 
     @model_validator(mode="after")

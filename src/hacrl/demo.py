@@ -18,7 +18,7 @@ from hacrl.training.run import train
 
 EVIDENCE = Path(__file__).parent / "demo_seeds.json"
 """What `docs/results/demo.yaml` found over several seeds."""
-NO_EVIDENCE = "Other settings than the demo's: no evidence over several seeds is stored for them."
+NO_EVIDENCE = "You changed the demo's settings; its results over five seeds hold for the original ones only."
 NOT_COMPARED: dict[str, Any] = {
     **dict.fromkeys(("output_dir", "report_to", "seed", "device"), True),
     "agents": {"__all__": {"device": True}},

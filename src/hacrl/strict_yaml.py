@@ -47,7 +47,7 @@ class StrictLoader(yaml.SafeLoader):
             return None
         if isinstance(event, yaml.AliasEvent):
             if node not in self._extent:
-                raise Refused(problem=f"*{event.anchor} is inside of what it stands for", problem_mark=mark)
+                raise Refused(problem=f"the alias *{event.anchor} refers to itself", problem_mark=mark)
         else:
             self._measure(node)
         return node
@@ -97,7 +97,9 @@ class StrictLoader(yaml.SafeLoader):
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise Refused(problem="a number of more than 100 digits", problem_mark=node.start_mark)
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise Refused(problem="half of a character (\\ud800 to \\udfff)", problem_mark=node.start_mark)
+            raise Refused(
+                problem="an incomplete character (a lone surrogate, \\ud800 to \\udfff)", problem_mark=node.start_mark
+            )
         return value
 
 

@@ -17,8 +17,8 @@ OUTPUT_CLOSED = 141
 """The exit code of a program whose output was closed: that of programs that SIGPIPE ends."""
 
 
-class OutputClosed(Exception):
-    """Whoever read the output is gone, as in `hacrl train demo | head -1`."""
+class OutputClosed(BaseException):
+    """The program that read the output is gone, as in `hacrl train demo | head -1`; an interruption, not an error."""
 
 
 class Terminal(Console):

@@ -112,7 +112,10 @@ CONFIGS: dict[str, Damage] = {
 MISFITS: dict[str, tuple[Damage, str]] = {
     "fewer layers": (edit("config.json", num_hidden_layers=1), r"18 weights .* the first is model\.layers\.1\.input_"),
     "more layers": (edit("config.json", num_hidden_layers=5), r"lack 18 weights, the first is model\.layers\.3\."),
-    "a head that judges": (add("score.weight", torch.zeros(1, 96)), r"1 weights .* the first is score\.weight"),
+    "one layer more": (
+        add("model.layers.3.input_layernorm.weight", torch.zeros(96)),
+        r"1 weights .* the first is model\.layers\.3\.input_layernorm\.weight",
+    ),
     "another shape": (
         edit("config.json", vocab_size=7),
         r"embed_tokens\.weight has the shape \(19, 96\), .* \(7, 96\)",
@@ -158,7 +161,7 @@ TEMPLATES: dict[str, tuple[Damage, str]] = {
     "recursion": (template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
     "a refusal": (template("{{ raise_exception('Never.') }}"), r"refuses a prompt: Never\.$"),
     "an unknown name": (template("{{ nothing.at.all }}"), "'nothing' is undefined"),
-    "nothing": (template("{{ nothing }}"), "leave nothing of a prompt"),
+    "nothing": (template("{{ nothing }}"), "turn a prompt into zero tokens"),
     "a wrong type": (template("{{ 1 + 'a' }}"), "TypeError"),
     "bytes": (write("chat_template.jinja", b"\xff\xfe\x00"), "tokenizer: "),
     "a number for a template": (given_in_the_config(5), "refuses a prompt"),
@@ -280,6 +283,22 @@ def with_token(folder: Path, special: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([AddedToken("<|image|>", special=special)])
     tokenizer.save_pretrained(folder)
+
+
+def test_a_head_that_judges_is_left_out_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add("score.weight", torch.zeros(1, 96))(folder)
+    make_agent(folder)
+    assert "do not belong to a language model are left out: 1, the first is score.weight." in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.5}, {"early_stopping": True}, {"pad_token_id": -1}], ids=str)
+def test_a_generation_config_that_cannot_be_saved_keeps_its_tokens(
+    folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    edit("generation_config.json", **settings)(folder)
+    agent = make_agent(folder)
+    agent.save(tmp_path / "saved", tmp_path / "state.pt")
+    assert make_agent(tmp_path / "saved").stop_ids == agent.stop_ids
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: Path, make_config: MakeConfig) -> None:

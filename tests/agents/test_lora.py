@@ -331,7 +331,7 @@ def with_a_nan(state: dict[str, torch.Tensor]) -> None:
     ("change", "messages"),
     [
         (None, ("adapter_model.safetensors", "could not be loaded")),
-        (without_its_first, ("does not fit its model", "missing adapter keys")),
+        (without_its_first, ("does not match the model", "missing adapter keys")),
         (with_a_nan, ("is not finite", "has numbers that are not finite")),
     ],
 )

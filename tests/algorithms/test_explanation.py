@@ -66,7 +66,7 @@ def test_every_algorithm_explains_itself(name: str) -> None:
         (HACPO(delta=0.3, delta_step=0.05), "band", "between 0.7 (in the first update of a step, and 0.05 higher"),
         (HACPO(delta_step=0), "band", "between 0.8 and 1."),
         (HACPO(ratio_unit="byte"), "ratio", "foreign ones per byte"),
-        (HACPO(), "omega", "counts for more, and the source's rewards enter the learner's baseline"),
+        (HACPO(), "omega", "counts for more, and the learner's baseline multiplies the source's rewards"),
         (
             RobustHACPO(),
             "weight",

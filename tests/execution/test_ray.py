@@ -323,7 +323,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     ("changes", "message"),
     [
         ({"overlap": 1, "dynamic_sampling": True}, "overlap: dynamic_sampling needs the rewards"),
-        ({"overlap": 2}, "overlap: .*less than or equal to 1"),
+        ({"overlap": 2}, "overlap: must be at most 1"),
         ({"execution": "ray", "device": "cuda:1"}, "Ray chooses the GPU"),
         ({"execution": "ray", "device": "cuda", "resources": {"num_gpus": 0}}, "device: cuda needs a GPU"),
         ({"execution": "ray", "fsdp": 2, "resources": {"num_gpus": 0.5}}, "each process of fsdp needs a whole GPU"),

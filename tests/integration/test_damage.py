@@ -113,7 +113,7 @@ def test_any_damage_to_any_file_of_a_checkpoint_is_named(run: Path) -> None:
             assert list(damaged) == [newest]
             (fault,) = damaged.values()
             said = {flip_a_bit: "has changed", cut: "bytes instead of", empty: "has 0 bytes", remove: "is missing"}
-            words = "is not as it was written" if name == "COMPLETE" and spoil != remove else said[spoil]
+            words = "is damaged itself" if name == "COMPLETE" and spoil != remove else said[spoil]
             assert fault.startswith(f"{name} {words}" if spoil != cut or name == "COMPLETE" else f"{name} has ")
             assert words in fault
             path.write_bytes(before)
@@ -144,7 +144,7 @@ def test_a_run_without_any_whole_checkpoint_does_not_start_again_by_itself(run: 
     metrics = (run / "metrics.jsonl").read_bytes()
     code, _, err = hacrl("train", "run", "--resume")
     assert code == 2
-    assert "no whole checkpoint left: in checkpoint-2 trainer.json is missing; in checkpoint-1 state/a.pt has" in err
+    assert "is damaged: in checkpoint-2 trainer.json is missing; in checkpoint-1 state/a.pt has" in err
     assert (run / "metrics.jsonl").read_bytes() == metrics
     for step in (1, 2):
         shutil.rmtree(run / f"checkpoint-{step}")
@@ -160,10 +160,10 @@ def test_eval_and_export_check_the_models_they_use(run: Path, hacrl: Run) -> Non
     for command in (["eval", "run"], ["export", "run", "models"]):
         code, _, err = hacrl(*command, "--checkpoint", "2")
         assert (code, err.count("\n")) == (2, 1)
-        assert f"{fault} (its checksum is another). There are checkpoints of the steps 1, 2." in err
+        assert f"{fault}: its checksum does not match. There are checkpoints of the steps 1, 2." in err
         code, _, err = hacrl(*command)
         assert (code, err.count("\n")) == (0, 1)
-        assert f"{fault} (its checksum is another). Using checkpoint-1 instead." in err
+        assert f"{fault}: its checksum does not match. Using checkpoint-1 instead." in err
     code, _, err = hacrl("eval", "run/checkpoint-2/agents/a")
     assert (code, fault in err) == (2, True)
     assert hacrl("eval", "run/checkpoint-2/agents/b")[0] == 0

@@ -87,6 +87,18 @@ def test_token_ratios_between_tokenizers_are_refused_at_the_start(make_config: M
     train(make_config("llama-plus", "llama-minus", algorithm={"name": "ftis"}, max_steps=1))
 
 
+def test_token_ratios_of_a_run_of_an_earlier_version_go_on_with_a_warning(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"save_every": 1, "max_steps": 1}
+    config = make_config("llama-plus", "neox-pair", algorithm={"name": "ftis", "spread": True}, **settings)
+    run = RunDir(train(config).run_dir)
+    run.config_file.write_text(run.config_file.read_text().replace("  spread: true\n", ""))
+    train(resumed_config(run.path, ["max_steps=2"]), resume=True)
+    assert "not defined between agent0 and agent1: their tokenizers differ." in caplog.text
+    assert run.metrics()[-1]["step"] == 2
+
+
 @pytest.mark.parametrize("algorithm", ["swarm", "ftis", "success_gated", "luffy"])
 def test_the_other_ways_to_share(make_config: MakeConfig, algorithm: str) -> None:
     """Among two agents with one vocabulary and one with another, foreign rollouts reach the gradient."""

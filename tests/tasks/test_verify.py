@@ -64,6 +64,13 @@ def hungry(completions, **columns):
         case "unused":
             room = mmap.mmap(-1, 8 << 30)
             time.sleep(0.3)
+        case "file":
+            with open("large", "wb") as file:
+                file.truncate(700 << 20)
+            with open("large", "rb") as file:
+                room = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                sum(room[place] for place in range(0, 700 << 20, 4096))
+                time.sleep(0.3)
         case "shared":
             room = b"x" * (300 << 20)
             os.fork(), os.fork()
@@ -347,11 +354,11 @@ def test_callables_with_a_mistake():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux only")
 def test_memory_limit(folder):
-    """It counts what is in memory, in all processes of the function, and once what they share."""
+    """It counts what is in memory, in all processes of the function, once what they share, and no mapped files."""
     worker = Worker(f"{folder}/functions.py:hungry", path=sys.path, memory_gib=0.5)
     too_much = Reply("memory", detail="used more than the 0.5 GiB of memory that task.reward_memory_gib allows")
-    expected = {"itself": too_much, "child": too_much, "unused": Reply("returned", [1.0])}
-    for use, reply in {**expected, "shared": Reply("returned", [1.0])}.items():
+    expected = {"itself": too_much, "child": too_much}
+    for use, reply in {**expected, **dict.fromkeys(("unused", "file", "shared"), Reply("returned", [1.0]))}.items():
         assert worker.call({"completions": [use]}, limit=60) == reply
     worker.close()
     with Verifier([("functions:hungry", 1.0)], memory_gib=0.5) as verifier:

@@ -235,7 +235,7 @@ def test_trackio_has_every_number_once(make_config: MakeConfig, tmp_path: Path) 
 
 
 def test_an_unknown_tracker(make_config: MakeConfig) -> None:
-    with pytest.raises(UserError, match=r"report_to: 'wandbb' is no tracker; did you mean wandb\?"):
+    with pytest.raises(UserError, match=r"report_to: unknown tracker 'wandbb'; did you mean wandb\?"):
         make_config(report_to=["tensorboard", "wandbb"])
     with pytest.raises(UserError, match="report_to: expected a list of tensorboard, wandb, trackio, not 3"):
         make_config(report_to=3)

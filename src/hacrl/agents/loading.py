@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hacrl.agents.master import cast_parameters
 from hacrl.agents.opening import AGAIN, not_loaded, opening
 from hacrl.agents.prompts import chat_text, check_template
 from hacrl.config import AgentConfig
-from hacrl.errors import UserError, nearest
+from hacrl.errors import UserError, nearest, warn
 
 disable_progress_bar()
 # A table of what `_misfit` puts into a sentence; only errors of conversion are told nowhere else.
@@ -28,7 +28,7 @@ logging.getLogger("transformers.modeling_utils").addFilter(
 
 ZOO = Path(__file__).parent / "zoo" / "models"
 
-MAX_LAYERS = 1000
+MAX_LAYERS = 1_000
 """More than any model has. All are built before a file of weights is read."""
 PARAMETERS_PER_BYTE = 8
 """At most, in files of weights, however they are quantized."""
@@ -190,11 +190,15 @@ def _load(config: AgentConfig, source: str) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    if trouble := _misfit(report):
+    if trouble := _misfit(report, {_part(name) for name in model.state_dict()}):
         raise _refused(config, source, trouble)
+    if beside := _surplus(report):
+        warn(
+            f"{place_of(config)}: weights of {config.model} that do not belong to a language model are left out: "
+            f"{len(beside)}, the first is {beside[0]}."
+        )
     _check_finite(model, config, source)
-    with _opening(config, source, "generation_config.json"):
-        _allow_saving(model.generation_config)
+    _allow_saving(model)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers' default leaves the soft cap out
     return model
@@ -227,14 +231,25 @@ def _damaged_file(source: str) -> str:
     return ""
 
 
-def _misfit(report: dict[str, Any]) -> str | None:
+def _part(weight: str) -> str:
+    """Which part of a model a weight belongs to: model.layers, lm_head.weight."""
+    return ".".join(weight.split(".")[:2])
+
+
+def _surplus(report: dict[str, Any]) -> list[str]:
+    """Weights in the files that the model has no place for; transformers does not report those that an architecture is
+    known to leave out."""
+    return sorted(name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_BUFFERS))
+
+
+def _misfit(report: dict[str, Any], parts: set[str]) -> str | None:
     """Why weights and config.json do not belong together; None if they do.
 
-    Weights that are missing would start at random, surplus ones would be left out: both look like a very weak model
-    and nothing else. transformers does not report what an architecture is known to leave out.
+    Weights that are missing would start at random, more layers than config.json says would be left out: both look like
+    a very weak model and nothing else. Surplus parts, such as the head of a reward model, do no harm.
     """
     missing = sorted(report["missing_keys"])
-    surplus = sorted(name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_BUFFERS))
+    surplus = [name for name in _surplus(report) if _part(name) in parts]
     if missing:
         return f"its files lack {len(missing)} weights, the first is {missing[0]}. {AGAIN}"
     if report["mismatched_keys"]:
@@ -266,15 +281,21 @@ def _working(model: Any, config: AgentConfig, source: str | Path) -> Any:
     return model
 
 
-def _allow_saving(generation: GenerationConfig | None) -> None:
-    """Sampling values without do_sample are common in published models, and refused when a model is saved."""
+def _allow_saving(model: Any) -> None:
+    """Make a generation config that transformers refuses to save one that it takes; sampling does not look at it.
+
+    Sampling values without do_sample are common in published models; of others, only the tokens are kept.
+    """
+    generation = model.generation_config
     if generation is None:
         return
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        generation.do_sample = True
-        generation.validate(strict=True)
+    for change in (lambda: None, lambda: setattr(generation, "do_sample", True)):
+        change()
+        with suppress(ValueError):
+            generation.validate(strict=True)
+            return
+    tokens = {name: getattr(generation, name) for name in ("bos_token_id", "eos_token_id")}
+    model.generation_config = GenerationConfig(**tokens)
 
 
 def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> list[int]:

@@ -108,7 +108,9 @@ class Adapter:
         wanted = {name.replace(".default.", "."): target for name, target in zip(self.names, targets, strict=True)}
         for name in sorted(state.keys() | wanted.keys()):
             if name not in state or name not in wanted or state[name].shape != wanted[name].shape:
-                raise UserError(f"{self.where}: {folder / WEIGHTS_FILE} does not fit its model: see its weight {name}.")
+                raise UserError(
+                    f"{self.where}: {folder / WEIGHTS_FILE} does not match the model: look at its weight {name}."
+                )
             if not bool(torch.isfinite(state[name]).all()):
                 raise UserError(f"{self.where}: the weight {name} in {folder / WEIGHTS_FILE} is not finite.")
         with torch.no_grad():

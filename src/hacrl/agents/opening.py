@@ -28,7 +28,8 @@ def opening(where: str, source: str | Path, file: str = "") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise not_loaded(where, source, OWN_CODE) from error
         why = f"{file}: {reason(error)}." if file else f"{reason(error)}."
-        raise not_loaded(where, source, f"{why} {AGAIN}" if Path(source).expanduser().exists() else why) from error
+        about_files = Path(source).expanduser().exists() and not isinstance(error, ImportError)
+        raise not_loaded(where, source, f"{why} {AGAIN}" if about_files else why) from error
 
 
 def not_loaded(where: str, source: str | Path, why: str) -> UserError:

@@ -57,7 +57,9 @@ def render(
         add_special_tokens = False
     ids = encode(tokenizer, text, limit, add_special_tokens)
     if not ids:
-        raise UserError(f"agents.{config.id}: tokenizer and chat template of {config.model} leave nothing of a prompt.")
+        raise UserError(
+            f"agents.{config.id}: tokenizer and chat template of {config.model} turn a prompt into zero tokens."
+        )
     return ids
 
 
@@ -112,13 +114,16 @@ def _explosion(template: str, variables: str) -> str | None:
         reply = child.call({"completions": json.loads(variables), "template": template}, TEMPLATE_SECONDS)
     finally:
         child.close()
-    assert reply.outcome != "unloadable", reply.detail
+    if reply.outcome == "unloadable":  # nothing is known of the template
+        return None
     if reply.outcome == "returned":
         longest = max(length or 0 for length in reply.values)
         return f"it makes {longest:,.0f} characters" if longest > TEMPLATE_CHARACTERS else None
     if reply.outcome == "timeout":
         return f"it takes longer than {TEMPLATE_SECONDS:g} s"
-    return f"it needs more than {TEMPLATE_MEMORY_GIB:g} GiB of memory"
+    if reply.outcome == "memory" or "MemoryError" in reply.detail:
+        return f"it needs more than {TEMPLATE_MEMORY_GIB:g} GiB of memory"
+    return f"it {reply.detail}"
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:

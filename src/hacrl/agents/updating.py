@@ -12,7 +12,7 @@ from hacrl.agents.policy import Policy
 from hacrl.agents.team import Team
 from hacrl.config import AgentConfig
 from hacrl.decoder.parallel import side_by_side
-from hacrl.errors import TrainingDiverged, UserError, warn
+from hacrl.errors import TrainingDiverged, UserError, lack_of_memory, warn
 
 MAX_NONFINITE_IN_A_ROW = 3
 
@@ -168,6 +168,8 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
         if not {"optimizer", "updates", "nonfinite_in_a_row"} <= state.keys():
             raise ValueError("it is not the state of an agent")
     except Exception as error:  # what torch raises depends on where a file is damaged
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and lack_of_memory(error)):
+            raise
         reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
         advice = "Delete its checkpoint: the one before it is used then."
         raise UserError(f"{path} cannot be used: {reason}. {advice}") from error

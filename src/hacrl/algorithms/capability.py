@@ -10,6 +10,7 @@ from torch import Tensor
 
 CAPABILITY_FLOOR = 1e-8
 MAX_WINDOW = 1_000_000
+MAX_RATIO = 1e30
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,15 @@ class CapabilityOptions:
             raise ValueError(f"window must be at least 1, not {self.window}")
         if self.window > MAX_WINDOW:
             raise ValueError(f"window must be at most {MAX_WINDOW:,}, not {self.window}")
-        if not 0 < self.ratio_min <= 1 <= self.ratio_max:
-            raise ValueError(f"0 < ratio_min <= 1 <= ratio_max is needed, not {self.ratio_min} and {self.ratio_max}")
+        if not 0 < self.ratio_min <= 1 <= self.ratio_max <= MAX_RATIO:
+            raise ValueError(
+                f"0 < ratio_min <= 1 <= ratio_max <= {MAX_RATIO:g} is needed, not {self.ratio_min} and {self.ratio_max}"
+            )
 
     def omega_sentence(self) -> str:
         """The meaning of omega, to be continued with what it does."""
-        return f"ω is the source's C over the learner's, limited to {self.ratio_min:g} to {self.ratio_max:g}"
+        limits = f"limited to {self.ratio_min:g} to {self.ratio_max:g}"
+        return f"ω is the source's capability C divided by the learner's, {limits}"
 
 
 def capability_sentence(options: CapabilityOptions, reward_min: float = 0.0, *, used: bool) -> str:

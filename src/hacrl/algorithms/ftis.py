@@ -61,7 +61,7 @@ class FTIS(Algorithm):
             gspo_explanation(self.epsilon, self.epsilon_high),
             weight=(
                 "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
-                f"its source, at most {self.cap:g}; s is shown only."
+                f"its source, at most {self.cap:g}; s does not affect it."
             ),
             decision=(
                 "Decision: F-TIS is not defined between agents with different tokenizers; there a source's "

@@ -1,4 +1,4 @@
-"""HACPO (arXiv 2603.02604): GSPO on everybody's rollouts, made safe by four mechanisms.
+"""HACPO (arXiv 2603.02604): GSPO on everybody's rollouts, with four mechanisms that are meant to make it safe.
 
 The paper's names for them, and the functions that compute them:
 
@@ -160,7 +160,7 @@ class HACPO(CapabilityAware):
         if self.cross_omega:
             effects.append("the source's rollouts are multiplied by it, so that a stronger source counts for more")
         if self.baseline == "capability":
-            effects.append("the source's rewards enter the learner's baseline times the opposite ratio")
+            effects.append("the learner's baseline multiplies the source's rewards by the inverse ratio")
         return f"{self.capability.omega_sentence()}; {', and '.join(effects)}." if effects else None
 
     def _decision(self, num_agents: int) -> str:

@@ -1,4 +1,4 @@
-"""Naive sharing: GSPO on everybody's rollouts as if they were the learner's own. The paper's negative control.
+"""Naive sharing: GSPO on everybody's rollouts, without HACPO's mechanisms. The paper's negative control.
 
 One pooled mean and standard deviation, one pooled mean of the terms, no capability. The paper describes it as "shared
 rollouts but lacking the algorithmic innovations in Section 3", which leaves open what the ratio of a foreign rollout

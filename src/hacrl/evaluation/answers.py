@@ -66,7 +66,9 @@ class Sampler:
             prompt = f"{prompt}\n{config.system_prompt}{end}"
             config = config.model_copy(update={"system_prompt": None})
         ids = render(self.tokenizer, config, prompt, self.positions)
-        check_ids(ids, self.model_config.get_text_config().vocab_size, self.tokenizer, config)
+        rows: int | None = getattr(self.model_config.get_text_config(), "vocab_size", None)
+        if rows is not None:  # configs of published code may call it otherwise
+            check_ids(ids, rows, self.tokenizer, config)
         return ids
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A private Ray instance, started for one run on this machine: reachable from here alone, and gone without a trace."""
+"""A private Ray instance, started for one run on this machine: it listens on loopback and ends with the run."""
 
 import os
 import shutil
@@ -64,6 +64,6 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _short_folder() -> str:
-    """The temporary folder, or /tmp if Ray's sockets would have paths that are too long there."""
-    folder = tempfile.gettempdir()
+    """Ray's or the system's temporary folder, or /tmp if Ray's sockets would have paths that are too long there."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= LONGEST else "/tmp"

@@ -16,8 +16,8 @@ import time
 LINUX = sys.platform == "linux"
 TICK = 0.05
 """Seconds between two looks at the memory. A process that fills 10 GB a second is seen half a GB late."""
-SHARE = 0.05
-"""The share of its time that this process spends at most on looking for new processes of the function."""
+SCAN = 0.5
+"""Seconds between two looks for new processes of the function, which take a millisecond or more."""
 ENDING = 5.0
 """Seconds for processes to end after they were killed."""
 MEMORY = "memory"
@@ -60,18 +60,19 @@ def descendants(root: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes in memory; pages that several processes share count for each."""
+    """Bytes in memory, files that are mapped included; pages that several processes share count for each."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def proportional(pid: int) -> int:
-    """Bytes in memory; a page that several processes share is divided among them. Takes longer than `resident`."""
+    """Bytes in memory without mapped files, which the system can drop, such as the weights of a model on a GPU. A page
+    that several processes share is divided among them. Takes longer than `resident`."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-        for line in file:
-            if line.startswith(b"Pss:"):
-                return int(line.split()[1]) * 1024
+        sizes = [int(line.split()[1]) for line in file if line.startswith((b"Pss_Anon:", b"Pss_Shmem:"))]
+        if sizes:
+            return sum(sizes) * 1024
     return resident(pid)
 
 
@@ -85,7 +86,7 @@ def watch(pid: int, control: socket.socket, parent: int, memory: int) -> str:
         now = time.monotonic()
         if memory and now >= due:
             family = descendants(os.getpid())
-            due = now + (time.monotonic() - now) / SHARE
+            due = now + SCAN
         if memory and sum(map(resident, family)) > memory and sum(map(proportional, family)) > memory:
             return MEMORY
         with contextlib.suppress(TimeoutError):

@@ -6,9 +6,17 @@ from hacrl.agents.agent import Traits
 from hacrl.config import RunConfig
 from hacrl.errors import UserError, warn
 
+SUBSTITUTE = (
+    "Choose another algorithm, or set algorithm.spread=true, which spreads a source's log-probability evenly over the "
+    "learner's tokens and is not the published method."
+)
 
-def check_exchange(config: RunConfig, traits: list[Traits]) -> None:
-    """UserError if the algorithm is not defined between these agents; a warning if they drop each other's rollouts."""
+
+def check_exchange(config: RunConfig, traits: list[Traits], resume: bool) -> None:
+    """UserError if the algorithm is not defined between these agents; a warning if they drop each other's rollouts.
+
+    A run of an earlier version goes on as it began, with a warning.
+    """
     if not config.algorithm.shares_rollouts:
         return
     by_vocabulary: defaultdict[str, list[str]] = defaultdict(list)
@@ -17,7 +25,10 @@ def check_exchange(config: RunConfig, traits: list[Traits]) -> None:
         by_vocabulary[own.vocabulary].append(agent.id)
         by_block[own.opened_block].append(agent.id)
     if config.algorithm.compares_tokens and len(by_vocabulary) > 1:
-        raise UserError(_unlike_tokens(config.algorithm.name, list(by_vocabulary.values())))
+        told = _unlike_tokens(config.algorithm.name, list(by_vocabulary.values()))
+        if not resume:
+            raise UserError(f"{told} {SUBSTITUTE}")
+        warn(told)
     if len(by_block) > 1:
         warn(_unlike_blocks(by_block))
 
@@ -26,8 +37,7 @@ def _unlike_tokens(algorithm: str, groups: list[list[str]]) -> str:
     first, second = groups[0][0], groups[1][0]
     return (
         f"algorithm.name: {algorithm} compares agents token by token, which is not defined between {first} and "
-        f"{second}: their tokenizers differ. Choose another algorithm, or set algorithm.spread=true, which spreads a "
-        "source's log-probability evenly over the learner's tokens and is not the published method."
+        f"{second}: their tokenizers differ."
     )
 
 

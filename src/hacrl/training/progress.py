@@ -20,6 +20,7 @@ from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
 
+from hacrl.algorithms import Explanation
 from hacrl.config import RunConfig
 from hacrl.training.browse import shortened
 
@@ -41,8 +42,9 @@ class View:
 
     def __init__(self, config: RunConfig, title: str | None = None) -> None:
         self.config = config
-        self.leaves_out = config.algorithm.explain(len(config.agents)).leaves_out is not None
-        """Whether some foreign rollouts may be left out: else `kept` is always 1, and not shown."""
+        explanation = config.algorithm.explain(len(config.agents))
+        self.leaves_out = explanation.leaves_out is not None or explanation == Explanation()
+        """Whether some foreign rollouts may be left out, or nobody says so: else `kept` is always 1, and not shown."""
         self.title = title or f"{config.algorithm.name} · {config.output_dir}"
         self.step = 0
         self.metrics: dict[str, Any] = {}

@@ -143,7 +143,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
                 remarks.append(f"Agent {agent.id} has no chat template: string prompts are given to it as they are.")
         for remark in remarks:
             console.print(Text.assemble(("note ", "yellow"), remark))
-        check_exchange(config, traits)
+        check_exchange(config, traits, resume)
         run = run if resume else RunDir.create(config)
         audience = Audience([progress])
         trainer = Trainer(config, task, executor, run, audience)

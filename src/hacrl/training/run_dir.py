@@ -169,17 +169,19 @@ class RunDir:
         self.summary_file.unlink(missing_ok=True)
 
     def _rewind_metrics(self, step: int) -> None:
-        kept, last = "", -1
+        kept: list[str] = []
+        last = -1
         if self.metrics_file.is_file() and step >= 0:
             for text, line in each_line(self.metrics_file, METRICS):
                 if line["step"] <= step:
-                    kept, last = kept + text + "\n", line["step"]
+                    kept.append(text + "\n")
+                    last = line["step"]
                 if line["step"] >= step:  # what follows is not read: a crash may have damaged the end of the file
                     break
         if last < step:
             warn(f"{self.metrics_file} has no line of step {step}: the curves of this run have a gap there.")
         if self.metrics_file.is_file():
-            write_atomically(self.metrics_file, kept)
+            write_atomically(self.metrics_file, "".join(kept))
 
 
 @contextmanager

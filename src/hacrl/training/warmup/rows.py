@@ -85,7 +85,8 @@ class Rows:
         prompt = agent.render(example.prompt)
         if len(prompt) > config.max_prompt_length:
             raise Dropped("prompt_too_long")
-        completion = [*agent.retokenizer.encode(example.completion), agent.stop_ids[0]]
+        end = agent.retokenizer.end_of(prompt)
+        completion = [*agent.retokenizer.encode(example.completion, end), agent.stop_ids[0]]
         if len(completion) > config.max_completion_length:
             raise Dropped("completion_too_long")
         if agent.positions is not None and len(prompt) + len(completion) > agent.positions:
