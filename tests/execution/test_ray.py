@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -226,6 +227,34 @@ def test_an_agent_on_two_nodes_is_the_same_to_the_bit_and_lost_with_one_of_its_p
     )
     assert len(list((reference / "checkpoint-3" / "state").iterdir())) == 2
     assert_equal_runs(tmp_path / "run", reference)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it does anything: one that has ended may wait for ever for whoever adopted it."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_killed_driver_leaves_no_process_and_the_run_goes_on(local: Path, tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "run.yaml").write_text(config(tmp_path / "run", execution="ray").to_yaml())
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "hacrl.cli", "train", str(tmp_path / "run.yaml")],
+        env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for_step(tmp_path / "run", 3)
+    below = {psutil.Process(pid): psutil.Process(pid).name() for pid in descendants(driver.pid)}
+    assert "raylet" in below.values()
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 60
+    # Two of Ray's own helpers notice it a minute later.
+    while left := [name for process, name in below.items() if is_alive(process) and not name.endswith("Agent")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    train(resumed_config(tmp_path / "run", ["execution=local"]), resume=True)
+    assert_equal_runs(tmp_path / "run", local)
 
 
 def test_a_killed_node_moves_its_agent_to_another(

@@ -283,6 +283,14 @@ def test_the_plan_tells_rollouts_from_updates(tmp_path: Path) -> None:
     assert "6 runs, 6 to do; 2 at once" in text
 
 
+def test_the_plan_marks_hacpo_for_three_agents_as_our_decision(tmp_path: Path) -> None:
+    study = make(tmp_path, algorithms=["hacpo", "gspo"], base={}, pairs=["team", "state"])
+    console = Console(width=200, file=io.StringIO(), record=True)
+    print_plan(console, study, 2, 1)
+    told = [line for line in console.export_text().splitlines() if "Decision:" in line]
+    assert [line.partition(":")[0] for line in told] == ["team, hacpo"]
+
+
 def test_every_field_of_study_json_is_documented(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
     study = make(tmp_path)

@@ -362,6 +362,17 @@ def cost(row: dict[str, Any], key: str) -> str:
     return "–" if value is None else f"{value:.2f}" if key == "peak_memory_gib" else f"{value:,.0f}"
 
 
+def decisions(study: Study) -> list[str]:
+    """What is our choice in some of the runs, because the paper does not settle it."""
+    told = []
+    for pair in study.pairs:
+        for variant in study.variants:
+            config = study.group(pair, variant)[0].config
+            if decision := config.algorithm.explain(len(config.agents)).decision:
+                told.append(f"{pair}, {variant}: {decision}")
+    return told
+
+
 def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
     """The grid, what each of its runs will cost, and what is done."""
     columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
@@ -385,6 +396,8 @@ def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
         ),
         soft_wrap=True,
     )
+    for decision in decisions(study):
+        console.print(Text(decision), soft_wrap=True)
 
 
 def print_end(console: Console, study: Study, results: dict[str, Any]) -> None:
@@ -395,6 +408,7 @@ def print_end(console: Console, study: Study, results: dict[str, Any]) -> None:
     lines = [
         f"{len(finished)} of {len(results['runs'])} runs done, {duration(seconds)} of training. Files: {study.folder}"
     ]
+    lines += decisions(study)
     for row in failed:
         log = study.folder / "logs" / row["pair"] / row["variant"] / f"seed-{row['seed']}.log"
         lines.append(f"Failed: {row['pair']}/{row['variant']}/seed-{row['seed']}, see {log}")
