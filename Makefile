@@ -26,9 +26,11 @@ chromium:
 test: $(VENV)/.dev chromium
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
-# The tests of what runs models, on the plain implementation.
+# The tests of what runs models, on the plain implementation; those of damaged files are the same on either.
+FILE_TESTS := tests/agents/test_damaged.py tests/agents/test_prompt_border.py tests/integration/test_damage.py
 test-plain: $(VENV)/.dev
-	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile tests/agents tests/rollouts tests/integration
+	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(addprefix --ignore=,$(FILE_TESTS)) \
+		tests/agents tests/rollouts tests/integration
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
