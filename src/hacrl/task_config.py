@@ -5,13 +5,26 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hacrl.strict import Few, Options, Positive, Seconds, Size, Strict, Weight
+from hacrl.strict import Few, Length, Options, Positive, Seconds, Size, Strict, Weight
 
 
 class RewardConfig(Strict):
     name: str
-    """exact, math, or module:function."""
+    """exact, math, soft_overlong, or module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    max_completion_length: Length | None = None
+    """Of soft_overlong: the number of tokens from which on it is -1."""
+    soft_punish_cache: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    """Of soft_overlong: how many tokens before that it begins to fall."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        longest, cache = self.max_completion_length, self.soft_punish_cache
+        if self.name != "soft_overlong" and (longest, cache) != (None, None):
+            raise ValueError("max_completion_length and soft_punish_cache are for soft_overlong: remove them")
+        if self.name == "soft_overlong" and (longest is None or cache is None or cache > longest):
+            raise ValueError("soft_overlong needs max_completion_length, and soft_punish_cache of at most that")
+        return self
 
 
 class CurriculumConfig(Strict):
@@ -52,7 +65,7 @@ class SourceConfig(Strict):
     eval_split: str = "test"
     """Split of a hub data set; for procedural tasks `test` or `validation`."""
     reward: list[RewardConfig] = []
-    """exact, math or module:function; or a list of them with weights."""
+    """exact, math, soft_overlong or module:function; or a list of them with weights."""
     reward_timeout: Seconds = 10.0
     """Seconds for one completion in `math`, and in the scorer of a gym task."""
     reward_call_timeout: Seconds = 120.0
@@ -93,6 +106,8 @@ class SourceConfig(Strict):
             raise ValueError("give either name (arithmetic, or gym:GENERATOR) or train (a file), not both")
         if self.name is None and not self.reward:
             raise ValueError("reward is missing: exact, math or module:function")
+        if self.reward and all(reward.name == "soft_overlong" for reward in self.reward):
+            raise ValueError("soft_overlong is a penalty beside a reward: add exact, math or module:function")
         if self.name is not None and self.reward:
             raise ValueError(f"the task {self.name} has its own verifier: remove reward")
         if self.name is not None and self.eval is not None:

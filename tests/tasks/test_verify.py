@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hacrl.errors import UserError
-from hacrl.tasks.verify import Verdict, Verifier, exact
+from hacrl.tasks.verify import SoftOverlong, Verdict, Verifier, exact
 from hacrl.tasks.worker import Reply, Worker
+from reference import soft_overlong
 
 FUNCTIONS = """
 import mmap, os, subprocess, sys, threading, time
@@ -323,6 +324,33 @@ def test_weighted_sum_and_functions_that_do_not_apply():
     assert second.parts["even_lengths_only"] is None
     with Verifier([(even_lengths_only, 1.0)]) as verifier:
         assert score(verifier, "a") == [Verdict(None, parts={"even_lengths_only": None})]
+
+
+@pytest.mark.parametrize(("longest", "cache"), [(100, 20), (100, 100), (100, 0), (7, 3), (1, 1)])
+def test_soft_overlong(longest, cache):
+    lengths = list(range(1, longest + 3))
+    texts, answers = ["4"] * len(lengths), {"answer": ["4"] * len(lengths)}
+    with Verifier([("exact", 1.0), (SoftOverlong(longest, cache), 0.5)]) as verifier:
+        verdicts = verifier.score(["?"] * len(lengths), texts, answers, lengths)
+        # Held-out answers come without lengths: accuracy has no penalty.
+        (without,) = verifier.score(["?"], ["4"], {"answer": ["4"]})
+    penalties = [soft_overlong(length, longest, cache) for length in lengths]
+    assert [verdict.parts["soft_overlong"] for verdict in verdicts] == pytest.approx(penalties, rel=1e-15)
+    assert [verdict.reward for verdict in verdicts] == pytest.approx([1 + p / 2 for p in penalties], rel=1e-15)
+    assert penalties[-1] == -1
+    assert without == Verdict(1.0, parts={"exact": 1.0, "soft_overlong": None})
+
+
+def test_soft_overlong_by_hand():
+    # The example of TRL: 90 tokens lie in the middle between 80 and 100.
+    assert [SoftOverlong(100, 20).penalty(length) for length in (80, 85, 90, 100, 101)] == [0, -0.25, -0.5, -1, -1]
+
+
+def test_a_penalty_on_length_alone_is_no_reward():
+    with Verifier([(even_lengths_only, 1.0), (SoftOverlong(10, 5), 1.0)]) as verifier:
+        odd, even = verifier.score(["?"] * 2, ["a", "ab"], {}, [3, 10])
+    assert odd == Verdict(None, parts={"even_lengths_only": None, "soft_overlong": 0.0})
+    assert even == Verdict(0.0, parts={"even_lengths_only": 1.0, "soft_overlong": -1.0})
 
 
 def test_one_failure_makes_the_reward_none():

@@ -1,13 +1,15 @@
 """Where prompts come from and how answers are verified."""
 
-from hacrl.task_config import PartConfig, SourceConfig, TaskConfig
+from collections.abc import Sequence
+
+from hacrl.task_config import PartConfig, RewardConfig, SourceConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
 from hacrl.tasks.gym import GymTask
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.task import Mixture, Task
-from hacrl.tasks.verify import GYM, Verifier
+from hacrl.tasks.verify import GYM, SoftOverlong, Verifier
 
 __all__ = ["Task", "build_task"]
 
@@ -63,7 +65,7 @@ def _build_source(config: SourceConfig, seed: int, eval_size: int, scorers: GymS
         shared = overlap(problems, heldout)
         if shared:
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")
-    verifier = _verifier(config, [(reward.name, reward.weight) for reward in config.reward])
+    verifier = _verifier(config, [(_reward(reward), reward.weight) for reward in config.reward])
     return Task(ProblemStream(problems, seed).take, heldout[:eval_size], verifier, problems), remarks
 
 
@@ -86,7 +88,13 @@ def _build_gym(config: SourceConfig, generator: str, seed: int, eval_size: int, 
     return Task(train, heldout, scorers[limits], listed, curriculum, stages[0].solution)
 
 
-def _verifier(config: SourceConfig, rewards: list[tuple[str, float]]) -> Verifier:
+def _reward(config: RewardConfig) -> str | SoftOverlong:
+    if config.max_completion_length is None or config.soft_punish_cache is None:
+        return config.name
+    return SoftOverlong(config.max_completion_length, config.soft_punish_cache)
+
+
+def _verifier(config: SourceConfig, rewards: Sequence[tuple[str | SoftOverlong, float]]) -> Verifier:
     return Verifier(
         rewards,
         timeout=config.reward_timeout,

@@ -37,10 +37,13 @@ class Task:
         self._score = verifier.score
         self._curriculum, self._solution = curriculum, solution
 
-    def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
+    def score(
+        self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
+    ) -> list[Verdict]:
+        """A verdict on each text; without its number of tokens, nothing is said about its length."""
         names = {name for problem in problems for name in problem.columns}
         columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
-        return self._score([problem.prompt for problem in problems], list(texts), columns)
+        return self._score([problem.prompt for problem in problems], list(texts), columns, num_tokens)
 
     def solution(self, problem: Problem) -> str:
         """A completion that earns the full reward; UserError if the task knows none."""
@@ -132,11 +135,14 @@ class Mixture(Task):
                 )
         self._checked = count
 
-    def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
+    def score(
+        self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
+    ) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         for label, part in self.parts.items():
             rows = [row for row, problem in enumerate(problems) if problem.part == label]
-            scored = part.score([problems[row] for row in rows], [texts[row] for row in rows])
+            lengths = None if num_tokens is None else [num_tokens[row] for row in rows]
+            scored = part.score([problems[row] for row in rows], [texts[row] for row in rows], lengths)
             verdicts |= zip(rows, scored, strict=True)
         return [verdicts[row] for row in range(len(problems))]
 

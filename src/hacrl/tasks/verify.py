@@ -1,4 +1,4 @@
-"""Rewards of completions: `exact`, `math`, reasoning-gym's scorers, and functions of the user's own, with weights.
+"""Rewards of completions: `exact`, `math`, reasoning-gym's scorers, a penalty on length, and users' own functions.
 
 Whatever may hang or crash runs in child processes. A verifier that fails never turns a reward into 0: the
 rollout gets None, and the verdict says why. A mistake in a user's function ends the run with its place.
@@ -40,7 +40,7 @@ RESERVED = {"prompt", "prompts", "completion", "completions"}
 @dataclass(frozen=True)
 class Verdict:
     reward: float | None
-    """The weighted sum of the parts; None if no function applies or one failed."""
+    """The weighted sum of the parts; None if no function applies, or only a penalty on length, or one failed."""
     problem: Literal["error", "timeout"] | None = None
     detail: str = ""
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -73,7 +73,8 @@ def text_of(completion: Completion) -> str:
 class Verifier:
     """Weighted reward functions.
 
-    Each is "exact", "math", GYM, a user's "module:function" or "path/to/file.py:function", or a Python callable.
+    Each is "exact", "math", GYM, a `SoftOverlong`, a user's "module:function" or "path/to/file.py:function", or a
+    Python callable.
     `timeout` limits `math` and GYM on one completion, in `workers` processes. `call_timeout` limits one call of a
     user's function, which has a process of its own. `memory_gib` limits the memory of each of these processes. `exact`
     and callables run here, without a limit.
@@ -81,7 +82,7 @@ class Verifier:
 
     def __init__(
         self,
-        rewards: Sequence[tuple[str | RewardFunction, float]],
+        rewards: Sequence[tuple["str | RewardFunction | SoftOverlong", float]],
         *,
         timeout: float = 10.0,
         call_timeout: float = 120.0,
@@ -101,9 +102,16 @@ class Verifier:
             raise
 
     def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], columns: dict[str, list[Any]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        columns: dict[str, list[Any]],
+        num_tokens: Sequence[int] | None = None,
     ) -> list[Verdict]:
-        """One verdict for each completion, in order. `columns` are those of the data, a value for each."""
+        """One verdict for each completion, in order. `columns` are those of the data, a value for each.
+
+        Without `num_tokens` there is no penalty on length.
+        """
         wrapped: list[Completion] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
@@ -115,7 +123,11 @@ class Verifier:
         if not wrapped:
             return []
         arguments = {"prompts": list(prompts), "completions": wrapped, **extra}
-        by_function = {name: scorer.score(arguments) for name, scorer in self._scorers.items()}
+        lengths = {"num_tokens": num_tokens}
+        by_function = {
+            name: scorer.score(arguments | lengths if isinstance(scorer, SoftOverlong) else arguments)
+            for name, scorer in self._scorers.items()
+        }
         return [
             self._combine(index, {name: parts[index] for name, parts in by_function.items()})
             for index in range(len(wrapped))
@@ -127,7 +139,8 @@ class Verifier:
             if part.problem is not None:
                 return Verdict(None, part.problem, f"{name} {part.detail}", values)
         weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
-        total = sum(weighted) if weighted else None
+        judged = any(values[name] is not None for name in values if not isinstance(self._scorers[name], SoftOverlong))
+        total = sum(weighted) if judged else None
         if total is not None and not abs(total) <= child.LARGEST:
             raise UserError(
                 f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}, "
@@ -157,6 +170,25 @@ class Scorer(ABC):
 
     def close(self) -> None:
         """End its processes, if it has any."""
+
+
+@dataclass(frozen=True)
+class SoftOverlong(Scorer):
+    """DAPO's penalty on length: 0 up to `soft_punish_cache` tokens before the maximum, from there down to -1."""
+
+    max_completion_length: int
+    soft_punish_cache: int
+
+    def score(self, arguments: dict[str, Any]) -> list[Part]:
+        if arguments["num_tokens"] is None:
+            return [Part(None)] * len(arguments["completions"])
+        return [Part(self.penalty(length)) for length in arguments["num_tokens"]]
+
+    def penalty(self, length: int) -> float:
+        over = length - (self.max_completion_length - self.soft_punish_cache)
+        if over <= 0:
+            return 0.0
+        return -over / self.soft_punish_cache if over < self.soft_punish_cache else -1.0
 
 
 class InProcess(Scorer):
@@ -276,8 +308,14 @@ class InManyChildren(Scorer):
 
 
 def _scorer(
-    reward: str | RewardFunction, timeout: float, call_timeout: float, workers: int, memory_gib: float | None
+    reward: str | RewardFunction | SoftOverlong,
+    timeout: float,
+    call_timeout: float,
+    workers: int,
+    memory_gib: float | None,
 ) -> Scorer:
+    if isinstance(reward, SoftOverlong):
+        return reward
     if not isinstance(reward, str):
         return InProcess(reward)
     if reward == "exact":
@@ -295,8 +333,10 @@ def _scorer(
     return InOneChild(reward, call_timeout, memory_gib)
 
 
-def _name(reward: str | RewardFunction) -> str:
+def _name(reward: str | RewardFunction | SoftOverlong) -> str:
     """What metrics call it: the function's own name, as in TRL."""
+    if isinstance(reward, SoftOverlong):
+        return "soft_overlong"
     if isinstance(reward, str):
         return reward.rpartition(":")[2]
     return reward.__name__ if inspect.isroutine(reward) else type(reward).__name__
