@@ -99,7 +99,7 @@ def paired(gaps: list[float]) -> str:
 
 def costs(study: dict[str, Any]) -> str:
     rows = [row for row in study["accounting"] if row["rollouts"] is not None]
-    keys = [key for key in COSTS if any(row.get(key) is not None for row in rows)]
+    keys = [key for key in COSTS if any(row.get(key) for row in rows)]
     cells = [[row["pair"], f"`{row['variant']}`", *(cost(row, key) for key in keys)] for row in rows]
     return table(["pair", "variant", *(COSTS[key] for key in keys)], cells)
 
