@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RobustHACPO
-from hacrl.config import AgentConfig, RunConfig
+from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RFT, Imitation, RobustHACPO
+from hacrl.config import AgentConfig, RunConfig, parse_algorithm
 from hacrl.errors import UserError
 from hacrl.task_config import TaskConfig
 from hacrl.yaml_settings import PRESETS, apply_overrides, preset_names
@@ -24,6 +24,9 @@ delta_step: 0.025
 epsilon: 3.0e-4
 epsilon_high: 4.0e-4
 beta: 0.0
+loss_type: grpo
+scale_rewards: group
+entropy_coef: 0.0
 cross_weight: 1.0
 baseline: capability
 cross_baseline: learner
@@ -68,6 +71,7 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 def test_the_defaults_of_hacpo() -> None:
     section = resolved(load())["algorithm"]
     assert section.pop("allow_closed_band") is False
+    assert section.pop("imitation")["when"] == "never"
     assert section == HACPO_DEFAULTS
 
 
@@ -101,6 +105,7 @@ def test_the_defaults_of_a_run() -> None:
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 FILE_TASK = {"train": "train.jsonl", "reward": "exact"}
+OVERLONG = {"name": "soft_overlong", "max_completion_length": 64, "soft_punish_cache": 16}
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # Unknown keys: the place, the value, the nearest name.
@@ -170,6 +175,16 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"task": {"name": "aritmetic"}}, ["task.name", "'arithmetic'", "'aritmetic'"]),
     ({"task": {**FILE_TASK, "reward": 3}}, ["task.reward", "exact, math, module:function", "3"]),
     ({"task": {**FILE_TASK, "reward": [3]}}, ["task.reward.0", "3"]),
+    ({"task": {**FILE_TASK, "reward": ["exact", "soft_overlong"]}}, ["task.reward.1", "needs max_completion_length"]),
+    (
+        {"task": {**FILE_TASK, "reward": ["exact", {**OVERLONG, "soft_punish_cache": 65}]}},
+        ["task.reward.1", "soft_punish_cache of at most that"],
+    ),
+    (
+        {"task": {**FILE_TASK, "reward": [{**OVERLONG, "name": "exact"}]}},
+        ["task.reward.0", "soft_punish_cache are for soft_overlong"],
+    ),
+    ({"task": {**FILE_TASK, "reward": [OVERLONG]}}, ["task", "penalty beside a reward"]),
     # Combinations that make no sense.
     ({"agents": [PAIR[0], PAIR[0]]}, ["every id must be unique", "a, a"]),
     ({"task": {"eval_size": 3}}, ["task", "either name", "or train"]),
@@ -445,8 +460,20 @@ ODD = {
         },
         {**PAIR[1], "learning_rate": 1 / 3, "chat_template_kwargs": {"enable_thinking": False, "n": [1, {"x": None}]}},
     ],
-    "task": {"train": "a: b.jsonl", "eval": "~", "reward": [{"name": "math"}, {"name": "m:f", "weight": -0.1}]},
-    "algorithm": {"name": "hacpo", "delta": 0.1 + 0.2, "delta_step": 1e-17, "capability": {"ratio_max": 1e30}},
+    "task": {
+        "train": "a: b.jsonl",
+        "eval": "~",
+        "reward": [{"name": "math"}, {"name": "m:f", "weight": -0.1}, OVERLONG],
+    },
+    "algorithm": {
+        "name": "hacpo",
+        "delta": 0.1 + 0.2,
+        "delta_step": 1e-17,
+        "capability": {"ratio_max": 1e30},
+        "loss_type": "dr_grpo",
+        "scale_rewards": False,
+        "entropy_coef": 1e-9,
+    },
     "save_total_limit": 3,
     "adam_epsilon": 5e-324,
     "output_dir": "runs/ü [red]#1",
@@ -587,7 +614,8 @@ def test_every_ablation_is_one_line(ablation: str) -> None:
         (
             ["algorithm.name=gspo", "algorithm.cross_weight=1"],
             "gspo has no option 'cross_weight' (set to 1); it is an option of hacpo or hacpo_robust: "
-            "add algorithm.name=hacpo or hacpo_robust, or choose from name, beta, epsilon, epsilon_high",
+            "add algorithm.name=hacpo or hacpo_robust, or choose from name, beta, loss_type, scale_rewards, "
+            "entropy_coef, imitation, epsilon, epsilon_high",
         ),
     ],
 )
@@ -595,3 +623,10 @@ def test_an_option_of_another_algorithm_says_whose_it_is(overrides: list[str], s
     with pytest.raises(UserError) as caught:
         RunConfig.load("demo", overrides)
     assert str(caught.value).startswith(f"demo with {' '.join(overrides)}: algorithm: {said}")
+
+
+def test_a_part_of_imitation_keeps_the_rest_of_the_algorithms_own_defaults() -> None:
+    assert parse_algorithm({"name": "rft", "imitation": {"rate": 1.0}}) == RFT(
+        imitation=Imitation(when="end", restart=True, rate=1.0)
+    )
+    assert parse_algorithm({"name": "gspo", "imitation": {"rate": 1.0}}) == GSPO(imitation=Imitation(rate=1.0))

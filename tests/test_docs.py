@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from conftest import MakeConfig
-from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions
+from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation
 from hacrl.config import LoraConfig, ModelSettings, RunConfig, parse_algorithm
 from hacrl.task_config import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
 from hacrl.training.run import train
@@ -123,6 +123,8 @@ def default_of(option: str) -> Any:
             return getattr(HACPO(), name)
         case "algorithm.capability":
             return getattr(CapabilityOptions(), name)
+        case "algorithm.imitation":
+            return getattr(Imitation(), name)
         case "task":
             return TaskConfig.model_fields[name].default
         case "lora":
@@ -145,9 +147,12 @@ def test_documented_defaults_are_those_of_the_code() -> None:
 
 
 def test_every_option_of_hacpo_is_documented() -> None:
-    own = {f"algorithm.{f.name}" for f in dataclasses.fields(HACPO)} - {"algorithm.name", "algorithm.capability"}
+    own = {f"algorithm.{f.name}" for f in dataclasses.fields(HACPO)} - {
+        f"algorithm.{name}" for name in ("name", "capability", "imitation")
+    }
     capability = {f"algorithm.capability.{f.name}" for f in dataclasses.fields(CapabilityOptions)}
-    assert own | capability <= set(documented_defaults())
+    imitation = {f"algorithm.imitation.{f.name}" for f in dataclasses.fields(Imitation)}
+    assert own | capability | imitation <= set(documented_defaults())
 
 
 def test_clips_of_all_algorithms_are_those_of_the_code() -> None:
@@ -156,17 +161,18 @@ def test_clips_of_all_algorithms_are_those_of_the_code() -> None:
     assert documented.keys() == ALGORITHMS.keys()
     for name, row in documented.items():
         algorithm = parse_algorithm({"name": name})
-        clip = {"epsilon": float(row["epsilon"]), "epsilon_high": float(row["epsilon_high"])}
-        assert clip == {option: getattr(algorithm, option) for option in clip}
+        clip = [None if row[option] == "-" else float(row[option]) for option in ("epsilon", "epsilon_high")]
+        assert clip == [getattr(algorithm, option, None) for option in ("epsilon", "epsilon_high")]
         assert (row["rollouts"] == "everybody's") == algorithm.shares_rollouts
 
 
 def test_options_of_the_other_ways_to_share_are_those_of_the_code() -> None:
     ((_, rows),) = [table for table in tables(ALGORITHM) if table[0][:2] == ["name", "option"]]
     documented = {(CODE.findall(row[0])[0], CODE.findall(row[1])[0]): yaml.safe_load(row[2].strip("`")) for row in rows}
-    common = {"name", "beta", "epsilon", "epsilon_high", "capability"}
+    common = {"name", "beta", "loss_type", "scale_rewards", "entropy_coef", "imitation"}
+    common |= {"epsilon", "epsilon_high", "capability"}
     options = {name: {f.name for f in dataclasses.fields(ALGORITHMS[name])} - common for name, _ in documented}
-    assert options.keys() == {"naive", "swarm", "ftis", "success_gated", "luffy", "hacpo_robust"}
+    assert options.keys() == {"rft", "naive", "swarm", "ftis", "success_gated", "luffy", "opd", "hacpo_robust"}
     assert documented == {
         (name, option): getattr(ALGORITHMS[name](), option) for name, own in options.items() for option in own
     }
@@ -269,9 +275,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     data = str(folder / "data.jsonl")
     config = RunConfig.from_dict(
         {
-            "algorithm": {"name": "hacpo", "delta": 1.0},
+            "algorithm": {"name": "hacpo", "delta": 1.0, "imitation": {"when": "end", "min_reward": 0.0}},
             "agents": [
-                {"id": "chars", "model": "zoo:llama-plus", "max_completion_length": 16},
+                {"id": "chars", "model": "zoo:llama-plus", "max_completion_length": 24},
                 {"id": "pairs", "model": "zoo:neox-pair", "recompute_logprobs": True, "sampler_ratio_max": 2.0},
             ],
             "task": {
@@ -295,6 +301,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return RunDir(train(config).run_dir)
 
 
+def opd_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Of a step in which agents score each other's rollouts, which adds metrics."""
+    agents = [
+        {"id": name, "model": f"zoo:{model}"} for name, model in (("chars", "llama-plus"), ("pairs", "neox-pair"))
+    ]
+    sizes = {"prompts_per_step": 2, "num_generations": 2, "max_prompt_length": 32, "max_completion_length": 8}
+    task = {"name": "arithmetic", "eval_size": 2}
+    base = {"algorithm": {"name": "opd"}, "agents": agents, "task": task, "max_steps": 1, "output_dir": str(folder)}
+    return RunDir(train(RunConfig.from_dict({**base, **sizes})).run_dir).metrics()
+
+
 def documented_name(name: str, agents: list[str]) -> str:
     """The pattern of the docs for a name in metrics.jsonl: `<agent>`, `<source>`, `<reason>` for what varies."""
     one_of = "|".join(map(re.escape, agents))
@@ -304,13 +321,14 @@ def documented_name(name: str, agents: list[str]) -> str:
     return re.sub(rf"/dropped/({reasons})$", "/dropped/<reason>", name)
 
 
-def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunDir) -> None:
+def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunDir, tmp_path: Path) -> None:
     agents = [agent.id for agent in run.config().agents]
-    logged = {documented_name(name, agents) for line in run.metrics() for name in line}
+    lines = [*run.metrics(), *opd_metrics(tmp_path / "opd")]
+    logged = {documented_name(name, agents) for line in lines for name in line}
     documented = first_column("metric")
     assert len(documented) == len(set(documented))
     assert logged <= set(documented)
-    # The run has all there is; only whether the short-limited learner must drop something is up to what is sampled.
+    # The runs have all there is; only whether the short-limited learner must drop something is up to what is sampled.
     assert set(documented) - logged <= {"<agent>/dropped/<reason>", "<agent>/from_<source>/dropped/<reason>"}
 
 

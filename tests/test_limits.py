@@ -79,7 +79,7 @@ def test_every_whole_number_has_a_limit(config: type[BaseModel]) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_number_of_an_algorithm_has_a_limit(name: str) -> None:
     fields = {field.name: field.type for field in dataclasses.fields(ALGORITHMS[name]) if field.type in (int, float)}
-    assert "epsilon" in fields
+    assert "beta" in fields
     for option in fields:
         for value in (HUGE, 1e300):
             assert option in refusal(RunConfig, RUN, f"algorithm.name={name}", f"algorithm.{option}={value}")

@@ -68,8 +68,8 @@ def print_plan(console: Console, config: RunConfig) -> None:
         "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
     )
     problem, remarks = first_problem(config)
-    if decision := config.algorithm.explain(len(config.agents)).decision:
-        remarks.append(decision)
+    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
+    remarks += [sentence for sentence in told if sentence]
     for remark in remarks:
         console.print(f"note {remark}", highlight=False, markup=False, soft_wrap=True)
     if problem is not None:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from hacrl.algorithms import ALGORITHMS, Algorithm, CapabilityOptions, RobustHACPO
+from hacrl.algorithms import ALGORITHMS, Algorithm, CapabilityOptions, Imitation, RobustHACPO
 from hacrl.errors import UserError, nearest
 from hacrl.strict import Count, Few, Length, Options, Positive, Seconds, Seed, Size, Strict, is_number
 from hacrl.strict_yaml import dump_yaml
@@ -364,12 +364,17 @@ def parse_algorithm(value: Any) -> Algorithm:
         return value
     if not isinstance(value, dict):
         raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
+    if isinstance(value.get("scale_rewards"), bool):  # as TRL has it
+        value = {**value, "scale_rewards": "group" if value["scale_rewards"] else "none"}
     name = value.get("name", RobustHACPO.name)
     if not isinstance(name, str) or name not in ALGORITHMS:
         raise ValueError(f"name: {name!r} is no algorithm{nearest(str(name), ALGORITHMS)}")
     check_options(value, ALGORITHMS[name], name)
-    if isinstance(value.get("capability"), dict):
-        check_options(value["capability"], CapabilityOptions, "capability")
+    for section, options in (("capability", CapabilityOptions), ("imitation", Imitation)):
+        if isinstance(value.get(section), dict):
+            check_options(value[section], options, section)
+            usual = getattr(ALGORITHMS[name](), section)  # algorithms may have defaults of their own
+            value = {**value, section: {**dataclasses.asdict(usual), **value[section]}}
     try:
         return TypeAdapter(ALGORITHMS[name]).validate_python(value)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-SAMPLE, SHUFFLE, EVALUATE, ADAPTER, NUMBER = range(5)
+SAMPLE, SHUFFLE, EVALUATE, ADAPTER, NUMBER, IMITATE = range(6)
 
 
 def derive_seed(*parts: int) -> int:

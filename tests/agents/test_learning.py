@@ -19,7 +19,20 @@ from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.logprobs import completion_logprobs
 from hacrl.agents.master import MasterWeights
 from hacrl.agents.retokenize import Dropped
-from hacrl.algorithms import FTIS, GRPO, GSPO, HACPO, LUFFY, Algorithm, Naive, RobustHACPO, SuccessGated, Swarm
+from hacrl.algorithms import (
+    FTIS,
+    GRPO,
+    GSPO,
+    HACPO,
+    LUFFY,
+    OPD,
+    TOPR,
+    Algorithm,
+    Naive,
+    RobustHACPO,
+    SuccessGated,
+    Swarm,
+)
 from hacrl.config import AgentConfig
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import UserError
@@ -43,6 +56,9 @@ CASES: dict[str, tuple[Algorithm, int]] = {
     "gspo, beta": (GSPO(beta=0.3), 1),
     "grpo": (GRPO(), 1),
     "grpo, beta": (GRPO(beta=0.3), 1),
+    "opd": (OPD(), 1),
+    "opd, beta": (OPD(beta=0.3), 1),
+    "opd, cispo, entropy": (OPD(entropy_coef=0.2, loss_type="cispo", epsilon_high=1.0), 1),
     "naive": (Naive(), 2),
     "naive, three, beta": (Naive(beta=0.3), 3),
     "naive, own ratio": (Naive(ratio="own"), 2),
@@ -63,6 +79,16 @@ CASES: dict[str, tuple[Algorithm, int]] = {
     "success_gated, three": (SuccessGated(transfer_weight=0.5), 3),
     "luffy": (LUFFY(), 2),
     "luffy, three, beta": (LUFFY(beta=0.3), 3),
+    "topr": (TOPR(), 2),
+    "topr, three, beta": (TOPR(beta=0.3), 3),
+    "gspo, entropy": (GSPO(entropy_coef=0.2), 1),
+    "gspo, cispo, beta, entropy": (GSPO(beta=0.3, entropy_coef=0.2, loss_type="cispo", epsilon_high=1.0), 1),
+    "grpo, cispo, beta": (GRPO(beta=0.3, loss_type="cispo", epsilon_high=1.0), 1),
+    "grpo, dr_grpo, beta": (GRPO(beta=0.3, loss_type="dr_grpo"), 1),
+    "naive, cispo": (Naive(loss_type="cispo", epsilon_high=1.01), 2),
+    "hacpo, three, dapo, beta": (HACPO(beta=0.3, cross_weight=0.5, loss_type="dapo"), 3),
+    "swarm, three, bnpo": (Swarm(share=0.3, loss_type="bnpo"), 3),
+    "hacpo_robust, three, dr_grpo, entropy": (RobustHACPO(entropy_coef=0.2, loss_type="dr_grpo"), 3),
     "hacpo_robust": (RobustHACPO(), 2),
     "hacpo_robust, three, beta": (RobustHACPO(beta=0.3, cross_weight=0.5), 3),
 }
@@ -154,7 +180,11 @@ def lesson_for(
     algorithm: Algorithm, agents: int, rollouts: dict[str, list[list[Rollout]]], minibatches: list[list[int]] = ONE
 ) -> Lesson:
     unit = algorithm.ratio_unit if isinstance(algorithm, HACPO) else "token"
-    return lesson_of([rollout for own in rollouts[unit][:agents] for rollout in own], minibatches)
+    lesson = lesson_of([rollout for own in rollouts[unit][:agents] for rollout in own], minibatches)
+    if isinstance(algorithm, OPD):  # none for some, of which one in three has no A either
+        sizes = [rollout.num_tokens for rollout in lesson.rollouts]
+        lesson.token_advantages = [np.sin(row * np.arange(1.0, n + 1)) * (row % 4 > 0) for row, n in enumerate(sizes)]
+    return lesson
 
 
 def moves(agent: Agent, start: list[Tensor]) -> list[Tensor]:
@@ -199,20 +229,28 @@ def test_the_fast_gradient_is_the_plain_one(case: str, rollouts: dict[str, list[
     records = expected.records
     foreign = torch.tensor([lesson.rollouts[row].source != 0 for row in records["row"]])
     teaches = torch.from_numpy(records["advantage"] != 0)
-    needed = torch.where(foreign, teaches & torch.from_numpy(records["kept"]), teaches | (algorithm.beta > 0))
+    uses_all_own = algorithm.beta > 0 or algorithm.entropy_coef > 0
+    needed = torch.where(foreign, teaches & torch.from_numpy(records["kept"]), teaches | uses_all_own)
     tokens = torch.from_numpy(records["num_tokens"])
     assert expected.metrics["tokens_trained"] == int(tokens.sum())
     assert result.metrics["tokens_trained"] == int(tokens[needed].sum())
     if agents > 1:
         assert (foreign & needed).any()
-        leaves_out = isinstance(algorithm, HACPO | Naive | FTIS) and case != "hacpo, no cross clip"
+        leaves_out = isinstance(algorithm, HACPO | Naive | FTIS) and case not in (
+            "hacpo, no cross clip",
+            "naive, cispo",
+        )
         if not algorithm.rescores_foreign:  # then the clip acts from the second update on, if at all
             assert (foreign & teaches & ~needed).any() == leaves_out
 
 
-WRITTEN_OUT = ["gspo, beta", "grpo, beta", "naive", "hacpo, three", "hacpo, three, beta, bytes"]
+WRITTEN_OUT = ["gspo, beta", "grpo, beta", "opd, beta", "naive", "hacpo, three", "hacpo, three, beta, bytes"]
 WRITTEN_OUT += ["swarm, three, beta", "ftis", "ftis, three", "success_gated, three", "luffy, three, beta"]
+WRITTEN_OUT += ["topr, three, beta"]
 WRITTEN_OUT += ["hacpo_robust, three, beta", "naive, own ratio, three, beta"]
+WRITTEN_OUT += [
+    case for case in CASES if any(option in case for option in ("entropy", "cispo", "dr_grpo", "dapo", "bnpo"))
+]
 
 
 @pytest.mark.parametrize("case", WRITTEN_OUT)
@@ -259,15 +297,26 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
     algorithm: Any = agent.algorithm
     objective = torch.zeros((), dtype=torch.float64)
     sources = [lesson.rollouts[row].source for row in usable]
+    own_tokens = sum(len(ids) for row, ids in usable.items() if lesson.rollouts[row].source == 0)
+    size = 1.0  # the number of tokens by which a rollout counts, or its share of the longest possible one
+    if algorithm.loss_type in ("bnpo", "dapo", "cispo"):
+        sources = [lesson.rollouts[row].source for row, ids in usable.items() for _ in ids]
     for row, ids in usable.items():
         rollout, advantage = lesson.rollouts[row], float(lesson.advantage_N[row])
+        added_T = torch.from_numpy(lesson.token_advantages[row]) if lesson.token_advantages else 0.0
         prompt, source = agent.render(rollout.prompt), rollout.source
-        logp_T = logprobs_one_by_one(agent.model, prompt, ids, TEMPERATURE)[range(len(ids)), ids]
+        logp_TV = logprobs_one_by_one(agent.model, prompt, ids, TEMPERATURE)
+        logp_T = logp_TV[range(len(ids)), ids]
+        if algorithm.loss_type != "grpo":
+            size = len(ids) / (agent.config.max_completion_length if algorithm.loss_type == "dr_grpo" else 1)
         old_T = torch.tensor(rollout.logps, dtype=torch.float64)
         if algorithm.rescores_foreign and source:
             old_T = logp_T.detach()  # the learner has not moved
-        count = num_in_mean(algorithm, sources, source)
-        if isinstance(algorithm, RIVALS) and source:
+        count = num_in_mean(algorithm, sources, source) / size
+        if isinstance(algorithm, TOPR):
+            likelier = (logp_T.detach().sum() - old_T.sum()).clamp(max=0).exp() if advantage < 0 else 1.0
+            objective = objective + likelier * advantage * (logp_T - logp_T.detach()).mean().exp() / count
+        elif isinstance(algorithm, RIVALS) and source:
             same = rollout.vocabulary == agent.retokenizer.vocabulary
             spread_T = torch.full_like(logp_T, float(old_T.sum()) / len(ids)).detach()
             objective = objective + rival_term(algorithm, logp_T, old_T if same else spread_T, advantage) / count
@@ -283,16 +332,24 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
             term = clipped * clipped.detach() ** algorithm.alpha * OMEGAS[source] * advantage
             objective = objective + algorithm.cross_weight * term / count
         else:
-            ratio = (logp_T - old_T).exp() if isinstance(algorithm, GRPO) else (logp_T.mean() - old_T.mean()).exp()
+            by_token = isinstance(algorithm, GRPO | OPD)
+            ratio = (logp_T - old_T).exp() if by_token else (logp_T.mean() - old_T.mean()).clamp(-10, 10).exp()
             clipped = ratio.clamp(1 - algorithm.epsilon, 1 + algorithm.epsilon_high)
-            term = torch.minimum(ratio * advantage, clipped * advantage).mean()
+            term = torch.minimum(ratio * (advantage + added_T), clipped * (advantage + added_T)).mean()
+            if algorithm.loss_type == "cispo":
+                weight = ratio.detach().clamp(max=algorithm.epsilon_high)
+                log_p = logp_T if by_token else logp_T.mean()
+                term = (weight * (advantage + added_T) * (1 + log_p - log_p.detach())).mean()
             objective = objective + term / count
         if algorithm.beta and source == 0:
             start = agent.learner.reference.__self__.model
             with torch.no_grad():
                 start_T = logprobs_one_by_one(start, prompt, ids, TEMPERATURE)[range(len(ids)), ids]
             kl = ((start_T - logp_T).exp() - (start_T - logp_T) - 1).mean()
-            objective = objective - algorithm.beta * kl / sources.count(0)
+            objective = objective - algorithm.beta * kl / sources.count(0) * size
+        if algorithm.entropy_coef and source == 0:
+            entropy = -(logp_TV.exp() * logp_TV).sum() / own_tokens
+            objective = objective + algorithm.entropy_coef * entropy
     return objective
 
 
@@ -376,7 +433,7 @@ def test_a_trace_does_not_change_the_metrics(
         result = learn(exact(make_agent(algorithm, trace=trace)), lesson)[1]
         metrics = learning_metrics(result, lesson, 0)
         metrics |= {f"other/{name}": value for name, value in pair_metrics(result, lesson, 2)[1].items()}
-        apart = ("tokens_trained", "logprob_gap", "kl")
+        apart = ("tokens_trained", "tokens_forward", "logprob_gap", "kl")
         collected.append({name: value for name, value in metrics.items() if not name.startswith(apart)})
     assert collected[0].keys() == collected[1].keys()
     assert collected[0] == pytest.approx(collected[1], rel=1e-8, abs=1e-10)

@@ -237,6 +237,16 @@ def test_completions_from_inside_a_block_are_dropped_and_the_start_says_so(
     assert "agents.b.chat_template_kwargs={enable_thinking: false}" in said
 
 
+def test_who_opens_another_block_cannot_score_either(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="hacrl"):
+        metrics = run_pair(tmp_path, (QWEN3, {}), (OPENS, {}), (QWEN3, {}), algorithm="opd")
+    shares = {pair: metrics[f"{pair[0]}/from_{pair[1]}/scored"] for pair in ("ab", "ba", "bc", "cb", "ac", "ca")}
+    assert shares == {"ab": 0, "ba": 0, "bc": 0, "cb": 0, "ac": 1, "ca": 1}
+    assert "a/from_b/token_advantage" not in metrics
+    assert (metrics["b/tokens_scored"], metrics["a/tokens_scored"] > 0) == (0, True)
+    assert len(warnings(caplog)) == 1
+
+
 def test_prompts_that_end_alike_need_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     off = {"enable_thinking": False}
     alike = [((R1, {}), (OPENS, {})), ((QWEN3, {}), (OPENS, off)), ((QWEN3, off), (R1.replace("<think>\n", ""), {}))]

@@ -60,7 +60,8 @@ def rollouts() -> list[Rollout]:
     return own + foreign
 
 
-ALGORITHM = HACPO(beta=0.1, delta=1.0, delta_step=0.0, epsilon=0.2, epsilon_high=0.2)
+BOUNDS = {"delta": 1.0, "delta_step": 0.0, "epsilon": 0.2, "epsilon_high": 0.2}
+ALGORITHM = HACPO(beta=0.1, loss_type="dapo", entropy_coef=0.05, **BOUNDS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,19 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from hacrl.algorithms import ALGORITHMS, FTIS, GRPO, HACPO, Advantages, Algorithm, Sequences, Terms, k3_kl
+from hacrl.algorithms import (
+    ALGORITHMS,
+    FTIS,
+    GRPO,
+    HACPO,
+    OPD,
+    Advantages,
+    Algorithm,
+    Reading,
+    Sequences,
+    Terms,
+    k3_kl,
+)
 from reference import Options, Rollout, source_token_logps
 
 DEFAULTS = {f.name: f.default for f in fields(Options)}
@@ -21,12 +33,17 @@ RIVAL_OPTIONS["hacpo_robust"] = "cross_weight foreign truncate cross_omega ratio
 
 def build(options: Options) -> Algorithm:
     """The algorithm of hacrl that the reference's options describe."""
-    clip: dict[str, object] = {"epsilon": options.eps_low, "epsilon_high": options.eps_high, "beta": options.beta}
+    common = {name: getattr(options, name) for name in ("beta", "loss_type", "scale_rewards")}
+    clip: dict[str, object] = {"epsilon": options.eps_low, "epsilon_high": options.eps_high, **common}
     if options.algorithm in RIVAL_OPTIONS:
         names = RIVAL_OPTIONS[options.algorithm].split()
         return ALGORITHMS[options.algorithm](**clip, **{name: getattr(options, name) for name in names})
+    if options.algorithm == "topr":
+        return ALGORITHMS["topr"](**common)
     if options.algorithm == "naive":
         clip["ratio"] = options.ratio
+    if options.algorithm == "opd":
+        return OPD(weight=options.weight, reward_weight=options.reward_weight, clamp=options.clamp, **clip)
     if options.algorithm != "hacpo":
         return ALGORITHMS[options.algorithm](**clip)
     same_name = (
@@ -109,6 +126,45 @@ def random_rollouts(
     return rollouts
 
 
+def with_readings(rng: random.Random, rollouts: Sequence[Rollout], teachers: int) -> list[Rollout]:
+    """The same with more tokens, and so many teachers' readings: in the same tokens, in others, or none."""
+
+    def cut(length: int, pieces: int) -> tuple[int, ...]:
+        """Ends of tokens, some of them with no text of their own."""
+        return tuple(sorted([*(rng.randint(0, length) for _ in range(pieces - 1)), length]))
+
+    changed = []
+    for rollout in rollouts:
+        size, length = rng.randint(1, 14), rng.randint(1, 20)
+        old = [rng.choice([-2 * rng.random(), -1e-5 * rng.random()]) for _ in range(size)]
+        readings: list[tuple[tuple[float, ...], tuple[int, ...] | None] | None] = []
+        for _ in range(teachers):
+            ends = rng.choice([None, cut(length, rng.randint(1, 14))])
+            count = size if ends is None else len(ends)
+            logps = tuple(-rng.choice([1, 20]) * rng.random() for _ in range(count))
+            readings.append((logps, ends) if rng.random() > 0.2 else None)
+        changed.append(
+            replace(
+                rollout,
+                old_logps=tuple(old),
+                logps=tuple(logp + rng.gauss(0, 0.2) for logp in old),
+                ref_logps=tuple(logp + rng.gauss(0, 0.3) for logp in old),
+                ends=cut(length, size),
+                readings=tuple(readings),
+            )
+        )
+    return changed
+
+
+def token_advantages(algorithm: Algorithm, rollout: Rollout) -> list[float]:
+    """What its readers add to the advantage of each token."""
+    readings = [None if reading is None else Reading(*reading) for reading in rollout.readings]
+    added: list[float] = (
+        algorithm.token_advantages(Reading(rollout.old_logps, rollout.ends), readings).nan_to_num(0.0).sum(0).tolist()
+    )
+    return added
+
+
 def padded(rows: Sequence[Sequence[float]], width: int, filler: float) -> Tensor:
     return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows], dtype=torch.float64)
 
@@ -187,14 +243,20 @@ def run(
         by_token=isinstance(algorithm, FTIS),
         rescored=algorithm.rescores_foreign,
     )
+    if algorithm.scores_by_others:
+        added = [token_advantages(algorithm, rollouts[i]) for i in used]
+        sequences.token_advantage_NT = padded(added, sequences.logp_NT.shape[1], 0.0)
     terms = algorithm.terms(sequences, update)
-    value = (terms.objective_N * algorithm.mean_weights(source_N, learner)).sum()
+    longest = Options.max_completion_length
+    weight_N = algorithm.rollout_weights(source_N, learner, sequences.length_N, longest)
+    value = (terms.objective_N * weight_N).sum()
     own_N = sequences.own_N
     if algorithm.beta and own_N.any():
         references = [rollouts[i].ref_logps or () for i in used]
         ref_logp_NT = padded(references, sequences.logp_NT.shape[1], 1.9)
         kl_N = k3_kl(sequences.logp_NT, ref_logp_NT, sequences.mask_NT)
-        value = value - algorithm.beta * kl_N[own_N].mean()
+        factor_N = algorithm.length_factors(sequences.length_N[own_N], longest)
+        value = value - algorithm.beta * (kl_N[own_N] * factor_N).mean()
     (gradient_NT,) = torch.autograd.grad(value, sequences.logp_NT)
     assert (gradient_NT[~sequences.mask_NT] == 0).all()
     gradient = [[0.0] * len(r.logps) for r in rollouts]
@@ -211,6 +273,6 @@ def with_log_ratio(log_ratio: float, rollout: Rollout) -> Rollout:
 
 
 def default_options(algorithm: str) -> Options:
-    if algorithm == "grpo":
-        return Options("grpo", eps_low=GRPO.epsilon, eps_high=GRPO.epsilon_high)
+    if algorithm in ("grpo", "opd"):
+        return Options(algorithm, eps_low=GRPO.epsilon, eps_high=GRPO.epsilon_high)
     return Options(algorithm, ratio_unit="learner" if algorithm == "hacpo_robust" else "token")

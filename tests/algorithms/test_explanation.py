@@ -6,16 +6,31 @@ import pytest
 import torch
 from algorithm_batches import random_rollouts, run
 
-from hacrl.algorithms import ALGORITHMS, FTIS, HACPO, LUFFY, Algorithm, Naive, RobustHACPO, SuccessGated, Swarm
+from hacrl.algorithms import (
+    ALGORITHMS,
+    FTIS,
+    GRPO,
+    HACPO,
+    LUFFY,
+    OPD,
+    TOPR,
+    Algorithm,
+    Naive,
+    RobustHACPO,
+    SuccessGated,
+    Swarm,
+)
 from hacrl.algorithms.capability import CapabilityOptions
 
 SHARING: list[Algorithm] = [
     Naive(),
     Naive(ratio="own"),
+    Naive(loss_type="cispo", epsilon_high=5.0),
     Swarm(),
     FTIS(),
     SuccessGated(),
     LUFFY(),
+    TOPR(),
     HACPO(),
     HACPO(cross_clip=False),
     HACPO(cross_omega=False),
@@ -79,10 +94,21 @@ def test_every_algorithm_explains_itself(name: str) -> None:
         (Naive(epsilon=0.1, epsilon_high=0.2), "band", "The band of a foreign rollout is 0.9 to 1.2:"),
         (Naive(), "ratio", "how likely it was for its source when it was sampled"),
         (Naive(ratio="own"), "ratio", "how likely it was for the same learner before"),
+        (Naive(loss_type="cispo", epsilon_high=5.0), "weight", "its weight is min(s, 5)."),
+        (HACPO(loss_type="cispo", epsilon_high=3.0), "own_weight", "has the weight min(s, 3). It has no band."),
+        (GRPO(loss_type="cispo", epsilon_high=3.0), "own_weight", "The weight is at most 3; there is no band."),
+        (OPD(loss_type="cispo", epsilon_high=3.0), "own_weight", "when it was sampled, at most 3, and without a band."),
         (Swarm(share=0.25), "weight", "On 25% of the prompts"),
         (FTIS(cap=3.0), "weight", "at most 3"),
         (SuccessGated(transfer_weight=0.5), "weight", "the weight 0.5 whatever its s"),
         (LUFFY(gamma=0.2), "weight", "p / (p + 0.2)"),
+        (OPD(weight=0.5, reward_weight=0), "own_weight", "0 times the reward's, plus 0.5 times how much more likely"),
+        (OPD(), "own_weight", "for the other agents than it was for the learner"),
+        (
+            OPD(teachers="stronger", clamp=3.0),
+            "own_weight",
+            "for the agents with a higher C than it was for the learner",
+        ),
         (HACPO(reward_min=-1.0), "capability", "mean reward counted from -1 over the last 5 steps"),
         (
             HACPO(capability=CapabilityOptions(metric="positive_rate", window=3, include_current=False)),
@@ -102,3 +128,6 @@ def test_hacpo_with_more_than_two_agents_is_our_decision() -> None:
     assert "with 4, each of the 3 others adds the mean over its rollouts with weight 0.5" in decision
     assert "together 1.5, against 1" in decision
     assert RobustHACPO().explain(num_agents=4).decision is None
+    by_tokens = HACPO(loss_type="dapo").explain(num_agents=3).decision
+    assert by_tokens is not None
+    assert "adds the mean over its tokens with weight 1" in by_tokens

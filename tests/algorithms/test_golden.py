@@ -499,6 +499,8 @@ VARIANTS = [
     Options("success_gated", transfer_weight=0.0),
     Options("success_gated", transfer_weight=2.5),
     Options("luffy", gamma=1.0),
+    Options("topr"),
+    Options("topr", beta=0.03),
     *[
         Options("hacpo_robust", **{"ratio_unit": "learner", **changed})
         for changed in (
@@ -612,7 +614,7 @@ def test_single_precision_stays_close() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *map(default_options, ("gspo", "naive", *RIVAL_OPTIONS)),
+        *map(default_options, ("gspo", "naive", "topr", *RIVAL_OPTIONS)),
         Options("naive", ratio="own"),
         Options(),
         Options(alpha=3.0),
@@ -641,9 +643,9 @@ def test_terms_describe_themselves(options: Options) -> None:
             assert float(terms.log_ratio_N[row]) == close(expected)
             if float(advantage_N[row]) != 0:
                 assert bool(terms.kept_N[row]) == any(got.gradient[i])
-            has_band = options.cross_clip and options.algorithm not in RIVAL_OPTIONS
+            has_band = options.cross_clip and options.algorithm not in (*RIVAL_OPTIONS, "topr")
             foreign_band = (0.85, 1.0) if has_band else (0.0, math.inf)
-            own = rollout.source == 0 or options.algorithm == "naive"
+            own = (rollout.source == 0 or options.algorithm == "naive") and options.algorithm != "topr"
             band = (1 - 3e-4, 1 + 4e-4) if own else foreign_band
             assert (float(terms.lower_N[row]), float(terms.upper_N[row])) == close(band)
 

@@ -28,6 +28,7 @@ from hacrl.algorithms import (
     GSPO,
     HACPO,
     LUFFY,
+    TOPR,
     Algorithm,
     CapabilityOptions,
     CapabilityTracker,
@@ -44,7 +45,7 @@ law = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 DOUBLE = torch.float64
 LONG = torch.long
-RIVALS = [Swarm(), FTIS(), SuccessGated(), LUFFY()]
+RIVALS = [Swarm(), FTIS(), SuccessGated(), LUFFY(), TOPR()]
 seeds = st.integers(0, 2**32 - 1)
 finite = st.floats(-5, 5, allow_nan=False, allow_subnormal=False)
 hacpo_options = st.builds(
@@ -174,7 +175,7 @@ def test_permuting_the_agents_permutes_the_results(seed: int, n: int, options: O
     for j in range(n):
         new_capabilities[new_name[j]] = capabilities[j]
     # Not swarm: there the other agents take turns by their number.
-    for algorithm in (build(options), Naive(beta=0.01), GSPO(), GRPO(), FTIS(), SuccessGated(), LUFFY()):
+    for algorithm in (build(options), Naive(beta=0.01), GSPO(), GRPO(), FTIS(), SuccessGated(), LUFFY(), TOPR()):
         before = run(algorithm, rollouts, learner, capabilities, update)
         after = run(algorithm, renamed, new_name[learner], new_capabilities, update)
         assert after.value == pytest.approx(before.value, abs=1e-12)

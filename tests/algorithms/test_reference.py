@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from algorithm_batches import label, random_capabilities, random_rollouts
+from algorithm_batches import label, random_capabilities, random_rollouts, with_readings
 
 from reference import Options, objective
 
@@ -29,6 +29,14 @@ WIDE = {"eps_low": 0.1, "eps_high": 0.15}
         Options("ftis", **WIDE, cap=1.1, kl_max=0.1),
         Options("success_gated", **WIDE, transfer_weight=0.7),
         Options("luffy", **WIDE, beta=0.05),
+        Options("topr", beta=0.05),
+        Options("opd", eps_low=0.2, eps_high=0.28, beta=0.05, weight=0.7, clamp=3.0),
+        Options("opd", eps_high=1.1, weight=0.7, clamp=3.0, loss_type="cispo"),
+        Options("grpo", eps_high=1.1, beta=0.05, loss_type="cispo"),
+        Options("gspo", eps_high=1.1, loss_type="cispo", scale_rewards="batch"),
+        Options("hacpo", **WIDE, loss_type="dapo", beta=0.05, scale_rewards="none"),
+        Options("swarm", **WIDE, loss_type="dapo"),
+        Options("luffy", **WIDE, loss_type="dr_grpo", beta=0.05),
     ],
     ids=label,
 )
@@ -39,6 +47,8 @@ def test_gradient_is_the_slope_with_the_stop_gradients_frozen(options: Options, 
     capabilities = random_capabilities(rng, n)
     # Wider than the bands' edges need, so that no rollout is within `step` of a kink.
     rollouts = random_rollouts(rng, n, learner, prompts=3, own_spread=0.3)
+    if options.algorithm == "opd":
+        rollouts = with_readings(rng, rollouts, teachers=2)
     result = objective(rollouts, learner, capabilities, options, u=1)
     for i, rollout in enumerate(rollouts):
         for t in range(len(rollout.logps)):

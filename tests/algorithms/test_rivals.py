@@ -13,7 +13,7 @@ from algorithm_batches import BINARY, GRADED, RIVAL_OPTIONS, make_sequences, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacrl.algorithms import ALGORITHMS, FTIS, GSPO, LUFFY, Algorithm, Naive, SuccessGated, Swarm, Terms
+from hacrl.algorithms import ALGORITHMS, FTIS, GSPO, LUFFY, TOPR, Algorithm, Naive, SuccessGated, Swarm, Terms
 from reference import Rollout
 
 law = settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -127,6 +127,16 @@ def test_by_hand_luffy_term() -> None:
     terms, gradient = one_term(LUFFY(), foreign((math.log(0.1), math.log(0.9))), 2.0)
     assert float(terms.objective_N.detach()) == pytest.approx(1.4, abs=1e-15)
     assert gradient == pytest.approx([0.25, 0.09], abs=1e-15)
+
+
+def test_by_hand_topr_term() -> None:
+    # The whole answer is exp(-4 + 3) as likely for the learner as for its source: what a wrong one weighs, own or not.
+    for source in (0, 1):
+        rollout = Rollout(source, 0, 1.0, (-1.0, -2.0), (-1.5, -2.5))
+        assert one_term(TOPR(), rollout, -2.0)[1] == pytest.approx([-math.exp(-1)] * 2, abs=1e-15)
+        assert one_term(TOPR(), rollout, 2.0)[1] == [1, 1]
+    # Where it is likelier for the learner, the weight is 1.
+    assert one_term(TOPR(), foreign((-0.5, -0.5)), -2.0)[1] == [-1, -1]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hacrl.decoder import head as head_module
 from hacrl.decoder.head import Head, wide_product
+from reference import entropy
 from tiny_models import distance, tiny
 
 
@@ -49,17 +50,41 @@ def test_chunks_give_the_values_and_gradients_of_one_table(
 
     logp_MV = (plain(head, hidden_MD) / temperature).log_softmax(1)
     expected_M = logp_MV[torch.arange(M), target_M]
-    expected_grads = torch.autograd.grad(expected_M, inputs, grad_M)
+    expected_grads = torch.autograd.grad(expected_M, inputs, grad_M, retain_graph=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_module, "CHUNK_ELEMENTS", chunk)
         logp_M, entropy_M = head.logprobs(hidden_MD, target_M, temperature)
         grads = torch.autograd.grad(logp_M, inputs, grad_M)
+        both_M = head.logprobs(hidden_MD, target_M, temperature, entropy_gradient=True)
+        both_grads = torch.autograd.grad(both_M, inputs, (grad_M, grad_M.flip(0)))
     assert torch.allclose(logp_M, expected_M, rtol=1e-12, atol=1e-12)
     assert torch.allclose(entropy_M, -(logp_MV.exp() * logp_MV).sum(1), rtol=1e-11, atol=1e-11)
     assert not entropy_M.requires_grad
     for grad, expected in zip(grads, expected_grads, strict=True):
         assert torch.allclose(grad, expected, rtol=1e-11, atol=1e-11)
+    assert [x.tolist() for x in both_M] == [logp_M.tolist(), entropy_M.tolist()]
+    expected_entropy_M = -(logp_MV.exp() * logp_MV).sum(1)
+    expected_grads = torch.autograd.grad((expected_M, expected_entropy_M), inputs, (grad_M, grad_M.flip(0)))
+    for grad, expected in zip(both_grads, expected_grads, strict=True):
+        assert torch.allclose(grad, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_entropy_and_its_gradient_by_hand(temperature: float) -> None:
+    """One hidden state of 1 makes the weights the logits; the slopes are derived by hand in the reference."""
+    logits = [0.5, -3.0, 2.0, 2.0, -40.0]
+    value, slopes = entropy(logits, temperature)
+    weight_VD = torch.tensor(logits, dtype=torch.float64)[:, None].requires_grad_()
+    one_MD, target_M = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    _, entropy_M = Head(weight_VD, None, 1.0, None).logprobs(one_MD, target_M, temperature, entropy_gradient=True)
+    (grad_VD,) = torch.autograd.grad(entropy_M, weight_VD, torch.ones(1, dtype=torch.float64))
+    assert entropy_M.tolist() == pytest.approx([value], rel=1e-12)
+    assert grad_VD.squeeze(1).tolist() == pytest.approx(slopes, rel=1e-10, abs=1e-13)
+    # The reference itself, by finite differences.
+    for v, slope in enumerate(slopes):
+        up, down = ([*logits[:v], logits[v] + step, *logits[v + 1 :]] for step in (1e-5, -1e-5))
+        assert (entropy(up, temperature)[0] - entropy(down, temperature)[0]) / 2e-5 == pytest.approx(slope, abs=1e-8)
 
 
 def test_no_more_logits_at_a_time_than_a_chunk_holds(monkeypatch: pytest.MonkeyPatch) -> None:

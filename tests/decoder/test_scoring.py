@@ -91,6 +91,29 @@ def test_packed_scores_and_gradients_are_the_plain_ones(kind: str, lean: bool, m
     assert_equal(packed(Scorer(backbone)), expected, 1e-7 if kind == "cohere" else 1e-9)
 
 
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi"])
+def test_the_entropy_has_a_gradient_if_asked_for(kind: str, graphed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of autograd through all logits of each sequence alone; on CUDA such passes are not captured."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    model = tiny(kind, torch.float64)
+    compute_in_full(model, monkeypatch)
+    for n, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        logp_TV = logprobs_one_by_one(model, prompt, completion, TEMPERATURE)
+        ((n + 1) * -(logp_TV.exp() * logp_TV).sum()).backward()
+    expected = gradients(model)
+    weight_N1 = torch.arange(1.0, len(PROMPTS) + 1, dtype=torch.float64)[:, None]
+    plain_scored = completion_logprobs(model, PROMPTS, COMPLETIONS, TEMPERATURE, PAD, entropy_gradient=True)
+    (plain_scored.entropy_NT * weight_N1).sum().backward()
+    assert distance(gradients(model), expected) < 1e-9
+    scorer = (GraphedScorer if graphed else Scorer)(Backbone(model), entropy_gradient=True)
+    with scorer.backbone.driven():
+        for _ in range(3):
+            (scorer(PROMPTS, COMPLETIONS, TEMPERATURE).entropy_NT * weight_N1).sum().backward()
+            assert distance(gradients(model), expected) < 1e-9
+    assert not Scorer(scorer.backbone)(PROMPTS, COMPLETIONS, TEMPERATURE).entropy_NT.requires_grad
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 def test_layers_that_compute_again_give_the_same_gradients(kind: str) -> None:
     backbone = Backbone(tiny(kind, torch.float64))

@@ -163,6 +163,15 @@ def test_a_ray_of_its_own_gives_the_same_run_to_the_bit(local: Path, tmp_path: P
     assert all(agent["sample_seconds"] > 0 and agent["learn_seconds"] > 0 for agent in summary["agents"].values())
 
 
+def test_agents_in_processes_of_their_own_score_each_other_as_in_one(cluster: Cluster, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"algorithm": {"name": "opd"}, "max_steps": 2}
+    reference = train(config(tmp_path / "local", **changes)).run_dir
+    there = {"execution": "ray", "ray": {"address": cluster.address}}
+    run_dir = train(config(tmp_path / "run", **changes, **there)).run_dir
+    assert_equal_runs(run_dir, reference)
+    assert all(line["a/time/score"] > 0 for line in RunDir(run_dir).metrics()[1:])
+
+
 def test_two_nodes_and_overlap_give_the_same_run_to_the_bit(cluster: Cluster, tmp_path: Path) -> None:
     """Checkpoints come from the other node in pieces, and go back there to be continued."""
     reference = train(config(tmp_path / "local", overlap=1)).run_dir

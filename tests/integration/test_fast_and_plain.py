@@ -28,7 +28,7 @@ def test_fast_and_plain_runs_are_the_same_run(make_config: MakeConfig, tmp_path:
     first, plain = ([line["text"] for line in read_jsonl(run.step_file("rollouts", 1))] for run in runs)
     assert first == plain
     metrics, expected = (run.metrics() for run in runs)
-    apart = ("tokens_trained", "logprob_gap", "/kl", "time", "entropy")
+    apart = ("tokens_trained", "tokens_forward", "logprob_gap", "/kl", "time", "entropy")
     for step, expected_step in zip(metrics[:2], expected[:2], strict=True):
         assert step.keys() == expected_step.keys()
         for name, value in expected_step.items():

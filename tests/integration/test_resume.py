@@ -247,3 +247,16 @@ def test_a_run_whose_data_was_changed_is_not_continued(make_config: MakeConfig, 
         train(resumed_config(run_dir, ["max_steps=2"]), resume=True)
     data.write_text("\n".join(rows))
     assert train(resumed_config(run_dir, ["max_steps=2"]), resume=True).summary["steps"] == 2
+
+
+@pytest.mark.parametrize("imitation", [{"when": "end", "restart": True}, {"when": "end"}, {"when": "step"}], ids=str)
+def test_answers_kept_for_imitation_are_there_after_resuming(tmp_path: Path, imitation: dict[str, Any]) -> None:
+    algorithm = {"name": "rft", "imitation": imitation}
+    config = interruptible(tmp_path / "whole").model_dump(mode="json") | {"algorithm": algorithm, "max_steps": 4}
+    whole = train(RunConfig.from_dict(config)).run_dir
+    shutil.copytree(whole, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoint-4")
+    (tmp_path / "again" / "summary.json").unlink()
+    again = resumed_config(tmp_path / "again", [])
+    train(again, resume=True)
+    assert_equal_runs(tmp_path / "again", whole)

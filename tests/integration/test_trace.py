@@ -94,7 +94,9 @@ def test_hacpo_trace_is_the_papers_arithmetic(
     assert seen_foreign_kept > 0
 
 
-@pytest.mark.parametrize("algorithm", ["hacpo", "gspo", "grpo", "naive", "swarm", "ftis", "success_gated", "luffy"])
+@pytest.mark.parametrize(
+    "algorithm", ["hacpo", "gspo", "grpo", "naive", "swarm", "ftis", "success_gated", "luffy", "topr", "opd"]
+)
 def test_every_valid_rollout_appears_once_per_learner_and_pass(make_config: MakeConfig, algorithm: str) -> None:
     options = {"spread": True} if algorithm == "ftis" else {}
     run = run_with_trace(make_config, {"name": algorithm, **options}, "llama-plus", "neox-pair", num_iterations=2)

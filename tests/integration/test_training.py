@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import reference
 from conftest import MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
@@ -99,7 +100,7 @@ def test_token_ratios_of_a_run_of_an_earlier_version_go_on_with_a_warning(
     assert run.metrics()[-1]["step"] == 2
 
 
-@pytest.mark.parametrize("algorithm", ["swarm", "ftis", "success_gated", "luffy"])
+@pytest.mark.parametrize("algorithm", ["swarm", "ftis", "success_gated", "luffy", "topr"])
 def test_the_other_ways_to_share(make_config: MakeConfig, algorithm: str) -> None:
     """Among two agents with one vocabulary and one with another, foreign rollouts reach the gradient."""
     models = ["llama-plus", "neox-pair", "llama-minus"]
@@ -115,6 +116,33 @@ def test_the_other_ways_to_share(make_config: MakeConfig, algorithm: str) -> Non
         assert all(step[f"{agent}/logprob_gap"] < 1e-5 for step in steps)
     for source in ids:
         assert any(step.get(f"{agent}/from_{source}/gradient_mass", 0) > 0 for step in steps for agent in ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "rft"},
+        {"name": "rft", "reinforce": "never", "imitation": {"when": "step", "epochs": 1}},
+        {"name": "rft", "reinforce": "after", "imitation": {"when": "middle", "answers": "others", "restart": True}},
+        {"name": "hacpo_robust", "imitation": {"when": "end", "batch_size": 16}},
+    ],
+    ids=str,
+)
+def test_imitation(make_config: MakeConfig, options: dict[str, Any]) -> None:
+    """Right answers of a run are kept and imitated when the schedule says so; their updates are counted."""
+    config = make_config(algorithm=options, prompts_per_step=16, max_steps=4)
+    result = train(config)
+    steps = RunDir(result.run_dir).metrics()[1:]
+    assert all(finite(step) for step in steps)
+    imitation = config.algorithm.imitation
+    for agent in config.agents:
+        due = [f"{agent.id}/imitation/updates" in step for step in steps]
+        assert due == [imitation.due(step, 4) for step in range(1, 5)]
+        updates = sum(step[f"{agent.id}/updates"] + step.get(f"{agent.id}/imitation/updates", 0) for step in steps)
+        assert result.summary["agents"][agent.id]["updates"] == updates
+        assert any(step.get(f"{agent.id}/imitation/answers", 0) > 0 for step in steps)
+        reinforced = [step[f"{agent.id}/updates"] > 0 for step in steps]
+        assert reinforced == [config.algorithm.reinforces(step, 4) for step in range(1, 5)]
 
 
 def test_held_out_accuracy_rises_beyond_what_chance_could_do(make_config: MakeConfig) -> None:
@@ -231,6 +259,24 @@ def write_task(folder: Path, body: str) -> dict[str, Any]:
     (folder / "train.jsonl").write_text("\n".join(rows))
     (folder / "rewards.py").write_text(f"def score(prompts, completions, answer, **columns):\n    {body}\n")
     return {"train": str(folder / "train.jsonl"), "reward": f"{folder}/rewards.py:score"}
+
+
+def test_long_completions_can_be_penalised(make_config: MakeConfig, tmp_path: Path) -> None:
+    """In each agent's own tokens, also in a mixture; held-out answers are not."""
+    rows = write_task(tmp_path, "return [1.0] * len(completions)")
+    penalty = {"name": "soft_overlong", "max_completion_length": 30, "soft_punish_cache": 20, "weight": 0.5}
+    part = {**rows, "eval": rows["train"], "reward": [rows["reward"], penalty]}
+    mixture = {"mixture": [{"name": "arithmetic"}, {"id": "own", **part}], "eval_size": 4}
+    algorithm = {"name": "hacpo_robust", "reward_min": -0.5}
+    config = make_config("llama-plus", "neox-pair", algorithm=algorithm, task=mixture, max_steps=1)
+    run = RunDir(train(config).run_dir)
+    lines = [line for line in read_jsonl(run.step_file("rollouts", 1)) if "reward_parts" in line]
+    expected = [reference.soft_overlong(line["num_tokens"], 30, 20) for line in lines]
+    assert len(lines) == 16
+    assert [line["reward_parts"]["soft_overlong"] for line in lines] == pytest.approx(expected)
+    assert [line["reward"] for line in lines] == pytest.approx([1 + p / 2 for p in expected])
+    assert len(set(expected)) > 3
+    assert run.metrics()[1]["agent0/eval_accuracy/own"] == 1.0
 
 
 def test_dynamic_sampling_replaces_groups_without_spread(make_config: MakeConfig) -> None:

@@ -273,7 +273,8 @@ def test_the_report_says_what_the_algorithm_says(tab: Tab, make_config: MakeConf
     found = uses(tab)
     assert {by_source for by_source, _, _ in found} == ({True, False} if shares else {True})
     for by_source, tooltip, has_band in found:
-        assert has_band == ("band" in tooltip) == (by_source or told.band is not None)
+        expected = "band" in (told.own_weight or "") if by_source else told.band is not None
+        assert has_band == ("band" in tooltip) == expected
 
 
 def test_a_ratio_that_is_always_1_is_not_drawn(tab: Tab, make_config: MakeConfig) -> None:

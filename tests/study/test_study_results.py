@@ -50,12 +50,20 @@ def summary(variant: str, seed: int) -> dict[str, Any]:
             "rollouts": 100,
             "tokens": 1000 + 100 * seed,
             "tokens_trained": 2000,
+            "tokens_forward": 0,
             "updates": 8 if variant == "hacpo" else 4,
             "sample_seconds": 2.0,
             "learn_seconds": 3.0,
             "peak_memory_gib": None,
         }
-    whole = {"rollouts": 200, "tokens": 2000 + 200 * seed, "tokens_trained": 4000, "updates": 16, "seconds": 7.5}
+    whole = {
+        "rollouts": 200,
+        "tokens": 2000 + 200 * seed,
+        "tokens_trained": 4000,
+        "tokens_forward": 0,
+        "updates": 16,
+        "seconds": 7.5,
+    }
     return {"algorithm": variant, "steps": 4, **whole, "peak_memory_gib": 0.5 + seed, "best_step": 4, "agents": agents}
 
 
@@ -87,6 +95,7 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
         "rollouts": 200,
         "tokens": 2200,
         "tokens_trained": 4000,
+        "tokens_forward": 0,
         "updates": 16,
         "seconds": 7.5,
         "gpu_seconds": None,
@@ -255,6 +264,23 @@ def test_the_tables_say_what_was_found_and_what_it_cost(tmp_path: Path) -> None:
     (line,) = [line for line in text.splitlines() if "hacpo" in line and "the run" in line]
     assert [cell.strip() for cell in line.split("│")][4:-1] == ["200", "2,200", "4,000", "16", "8", "1.50"]
     assert "scipy" not in text
+    assert "tokens forward" not in text
+
+
+def test_tokens_of_forward_passes_have_a_column_where_they_were_counted(tmp_path: Path) -> None:
+    study = make(tmp_path)
+    finish(study)
+    for run in study.runs:
+        told = summary(run.variant, run.seed)
+        told["tokens_forward"] = 500 if run.variant == "hacpo" else 0
+        told["agents"]["a"]["tokens_forward"] = told["tokens_forward"]
+        run.folder.summary_file.write_text(json.dumps(told))
+    text = printed(collect(study, {}, {}))
+    _, _, costs = text.partition("What it cost")
+    lines = [[cell.strip() for cell in line.split("│")] for line in costs.splitlines() if "hacpo" in line]
+    assert [line[7] for line in lines] == ["500", "0", "500"]
+    assert "tokens forward" in costs
+    assert "rollouts counts as learning" in " ".join(text.split())
 
 
 def test_without_scipy_there_are_no_intervals_and_a_word_about_it(

@@ -1,12 +1,15 @@
 """One agent: a policy that samples completions and learns from its own and from others'."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from hacrl.agents.imitation import Imitator
 from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import (
     Bases,
@@ -26,8 +29,9 @@ from hacrl.agents.master import MasterWeights, cast_parameters
 from hacrl.agents.policy import Policy, naming
 from hacrl.agents.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.agents.retokenize import Dropped, Retokenizer, decode
+from hacrl.agents.supervised import Row
 from hacrl.agents.updating import read_state
-from hacrl.algorithms import Algorithm
+from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, warn
 from hacrl.rollouts.engine import Engine, SamplingParams
@@ -80,7 +84,7 @@ class Agent:
             self.adapter = self._adapter(self.model)
         self.device = next(self.model.parameters()).device
         self.read_tokens()
-        policy = Policy(self.model, config, self.stop_ids)
+        policy = Policy(self.model, config, self.stop_ids, entropy_gradient=algorithm.entropy_coef > 0)
         self.weights = MasterWeights(self.model, policy.dtype, config.optimizer_offload)
         self.engine = self._vllm(sampler) if config.engine == "vllm" else policy.engine(self.tokenizer)
         reference = None
@@ -93,6 +97,7 @@ class Agent:
             reference = start.score
         saves_work = config.fast and not trace
         self.learner = Learner(config, index, algorithm, self.weights, policy, reference, saves_work)
+        self.imitator = Imitator(self.learner, algorithm.imitation, index, seed)
 
     def read_tokens(self) -> None:
         """What ends a turn, what is text, and how others' text becomes tokens."""
@@ -253,6 +258,35 @@ class Agent:
 
     # --- learning ----------------------------------------------------------------------------------
 
+    def score(self, rollouts: Sequence[Rollout]) -> list[Reading | None]:
+        """What this agent says now of each rollout, behind its own prompt; None if it cannot read it.
+
+        Of its own it says what it recorded when it sampled them, without a pass. With another vocabulary than the
+        source's, and for its own, it also says where tokens end.
+        """
+        prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
+        rendered = {position: self.render(prompt) for position, prompt in prompts.items()}
+        ends = {position: self.retokenizer.end_of(ids) for position, ids in rendered.items()}
+        tokens: dict[int, list[int]] = {}
+        for row, rollout in enumerate(rollouts):
+            if rollout.source != self.index:
+                with suppress(Dropped):
+                    tokens[row] = self.retokenizer(rollout, ends[rollout.prompt_index])
+        prompt_of = {row: rollouts[row].prompt_index for row in tokens}
+        logps = self.learner.score_texts(rendered, prompt_of, tokens, rollouts[0].step) if tokens else {}
+
+        def reading(row: int, rollout: Rollout) -> Reading | None:
+            own = rollout.source == self.index
+            if not own and row not in tokens:
+                return None
+            if not own and rollout.vocabulary == self.retokenizer.vocabulary:
+                return Reading(logps[row].tolist())
+            ids = rollout.token_ids if own else tokens[row]
+            text_ends = self.retokenizer.text_ends(ids, rollout, ends[rollout.prompt_index])
+            return Reading(rollout.logps if own else logps[row].tolist(), text_ends)
+
+        return [reading(row, rollout) for row, rollout in enumerate(rollouts)]
+
     def learn(self, lesson: Lesson) -> LearnResult:
         """One pass or more over the step's rollouts, an optimizer update for each mini-batch."""
         tokens: dict[int, list[int]] = {}
@@ -271,7 +305,21 @@ class Agent:
                 dropped[row] = str(reason)
         result = self.learner.learn(lesson, prompts, tokens)
         result.dropped = dropped
+        self._keep(lesson.examples, prompts)
+        if lesson.imitates:
+            result.metrics |= self.imitator.imitate(lesson.step, lesson.imitation_rate)
         return result
+
+    def _keep(self, examples: Sequence[Rollout], prompts: Sequence[list[int]]) -> None:
+        """Keep right answers for imitation, but those that this agent cannot read."""
+        for rollout in examples:
+            prompt = prompts[rollout.prompt_index]
+            try:
+                own = rollout.source == self.index
+                ids = rollout.token_ids if own else self.retokenizer(rollout, self.retokenizer.end_of(prompt))
+            except Dropped:
+                continue
+            self.imitator.keep(Row(prompt, ids), rollout.logp_sum)
 
     # --- checkpoints -------------------------------------------------------------------------------
 
@@ -282,11 +330,20 @@ class Agent:
             self.adapter.save(model_dir, self.weights)
         self.tokenizer.save_pretrained(model_dir)
         with state_file.open("wb") as file:  # an open file, because then a full disk is an OSError
-            torch.save(self.learner.state_dict(), file)
+            torch.save(self.state_dict(), file)
 
     def load(self, model_dir: Path, state_file: Path) -> None:
         if self.adapter is None:
             self.weights.load_state_dict(self.model, load_model(self.config, model_dir).state_dict())
         else:
             self.adapter.load(model_dir, self.weights)
-        self.learner.load_state_dict(read_state(state_file, torch.device("cpu")))
+        self.load_state_dict(read_state(state_file, torch.device("cpu")))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides the weights."""
+        return {**self.learner.state_dict(), "imitation": self.imitator.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state)
+        if "imitation" in state:  # runs of earlier versions have none
+            self.imitator.load_state_dict(state["imitation"])

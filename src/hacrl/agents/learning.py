@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,11 @@ from hacrl.tasks.problem import Prompt
 
 MAX_CLIPPED_BEFORE_UPDATE = 0.05
 
+Prompts = Sequence[list[int]] | Mapping[int, list[int]]
+"""Token ids of prompts by position."""
+Texts = tuple[list[list[int]], list[list[int]]]
+"""Token ids of prompts and of the completion behind each."""
+
 
 @dataclass
 class Lesson:
@@ -34,8 +39,35 @@ class Lesson:
     advantage_N: Tensor
     omega_N: Tensor
     minibatches: list[list[int]]
-    """Prompt positions, a list for each update, one pass after the other."""
+    """Prompt positions, a list for each update, one pass after the other; none: nothing is reinforced."""
     learning_rate: float
+    examples: list[Rollout] = field(default_factory=list)
+    """Right answers to keep for imitation."""
+    imitates: bool = False
+    """Whether the step ends with imitation of what was kept."""
+    imitation_rate: float = 0.0
+    """The agent's learning rate then, of which imitation takes a multiple."""
+    token_advantages: list[np.ndarray] | None = None
+    """What is added to `advantage_N` for each token, by row; None: nothing."""
+
+    @property
+    def mean_advantages(self) -> list[float]:
+        """Each rollout's advantage, the mean over its tokens."""
+        advantages: list[float] = self.advantage_N.tolist()
+        if self.token_advantages is None:
+            return advantages
+        return [a + float(added.mean()) for a, added in zip(advantages, self.token_advantages, strict=True)]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What the objective of one update has besides the terms: of all own rollouts."""
+
+    kl_weight: float = 0.0
+    length_factor_of: dict[int, float] = field(default_factory=dict)
+    """How much the KL of each rollout counts for its length."""
+    entropy_weight: float = 0.0
+    """Of a token's entropy."""
 
 
 @dataclass
@@ -90,6 +122,50 @@ class Learner(Updater):
         for row, logps in work.old_logps.items():
             chosen[row].learner_logps = logps.tolist()
 
+    def score_texts(
+        self, prompts: Prompts, prompt_of: Mapping[int, int], tokens: Mapping[int, list[int]], step: int
+    ) -> dict[int, np.ndarray]:
+        """Log-probabilities of these completions by row, each behind its prompt, under the model as it is."""
+
+        def texts(batch: list[int]) -> Texts:
+            return [prompts[prompt_of[row]] for row in batch], [tokens[row] for row in batch]
+
+        def attempt() -> dict[int, np.ndarray]:
+            return self.score(self.batches(list(tokens), prompts, prompt_of, tokens), texts)
+
+        with self.policy.driven():
+            return self.within_memory(attempt, step)
+
+    def score(self, batches: Iterable[list[int]], texts: Callable[[list[int]], Texts]) -> dict[int, np.ndarray]:
+        """Log-probabilities by row, without a gradient; `texts` gives prompts and completions of a batch of rows."""
+
+        def work(batch: list[int], counts: bool) -> dict[int, np.ndarray]:
+            prompts, completions = texts(batch)
+            with torch.no_grad():
+                logp_NT = self.policy.score(prompts, completions, self.config.temperature).logp_NT.double().cpu()
+            scored = zip(batch, completions, logp_NT.numpy(), strict=True)
+            return {row: logp_T[: len(ids)] for row, ids, logp_T in scored} if counts else {}
+
+        return {row: logp_T for part in self.passes(batches, work) for row, logp_T in part.items()}
+
+    def batches(
+        self,
+        rows: list[int],
+        prompts: Prompts,
+        prompt_of: Mapping[int, int],
+        tokens: Mapping[int, list[int]],
+    ) -> Iterator[list[int]]:
+        """The rollouts of one pass each: those of one prompt together, prompts with answers of like length together."""
+        longest: defaultdict[int, int] = defaultdict(int)
+        for row in rows:
+            longest[prompt_of[row]] = max(longest[prompt_of[row]], len(tokens[row]))
+        ordered = sorted(rows, key=lambda row: (longest[prompt_of[row]], prompt_of[row], len(tokens[row])))
+        costs, last = [], None
+        for row in ordered:
+            costs.append(len(tokens[row]) + (0 if prompt_of[row] == last else len(prompts[prompt_of[row]])))
+            last = prompt_of[row]
+        return self.split(ordered, costs)
+
 
 class LearningStep:
     """One learner's updates in one step, and the notes taken on the way."""
@@ -101,6 +177,9 @@ class LearningStep:
         self.made = 0
         self.source_N = torch.tensor([rollout.source for rollout in lesson.rollouts])
         self.advantages, self.omegas = lesson.advantage_N.tolist(), lesson.omega_N.tolist()
+        added = lesson.token_advantages or [np.zeros(1)] * len(lesson.rollouts)
+        self.teaches = [a != 0 or bool(tokens.any()) for a, tokens in zip(self.advantages, added, strict=True)]
+        """Whether a rollout has an advantage other than 0, or one of its tokens has."""
         self.old_logps: dict[int, np.ndarray] = {}
         """The learner's own log-probabilities before the first update, of the rollouts whose ratio is taken to them."""
         self.ahead = {
@@ -128,7 +207,7 @@ class LearningStep:
         def attempt() -> tuple[Notes, dict[str, float]]:
             notes = Notes()
             if self._first:
-                self._start_old_logps()
+                notes.note("forward", self._start_old_logps())
             return notes, self._gradient(rows, notes)
 
         notes, parts = learner.within_memory(attempt, self.lesson.step)
@@ -145,11 +224,13 @@ class LearningStep:
     def _gradient(self, rows: list[int], notes: Notes) -> dict[str, float]:
         """Leave the gradient of these rollouts in the weights; the norms of its parts, own and foreign."""
         learner = self.learner
-        mean_weights = learner.algorithm.mean_weights(self.source_N[rows], learner.index)
+        length_N = torch.tensor([len(self.tokens[row]) for row in rows])
+        mean_weights = learner.algorithm.rollout_weights(
+            self.source_N[rows], learner.index, length_N, learner.config.max_completion_length
+        )
         weight_of = dict(zip(rows, mean_weights.tolist(), strict=True))
         own, foreign = self._needed(rows)
         num_own = int((self.source_N[rows] == learner.index).sum())
-        kl_weight = learner.algorithm.beta / max(num_own, 1)
         if learner.config.sampler_ratio_max is not None:
             for row in own:
                 ratio = min(self._sampler_ratio(row), learner.config.sampler_ratio_max)
@@ -157,7 +238,7 @@ class LearningStep:
                 notes.note("sampler_ratio", ratio)
                 notes.note("sampler_ratios", 1)
 
-        self._add_gradients(own, weight_of, notes, kl_weight)
+        self._add_gradients(own, weight_of, notes, self._penalties(rows))
         if self._first and self.stale and self.ahead:
             rows_ahead = list(self.ahead)
             sequences = self._sequences_ahead(rows_ahead)
@@ -176,15 +257,27 @@ class LearningStep:
         parts = {"own": own_gradients, "foreign": foreign_gradients}
         return {name: float(learner.team.norm(gradients)) for name, gradients in parts.items()}
 
+    def _penalties(self, rows: list[int]) -> Penalties:
+        """The KL is averaged as the terms are; the entropy is a mean over tokens, whatever the loss_type, as in TRL."""
+        algorithm = self.learner.algorithm
+        own = [row for row in rows if self.lesson.rollouts[row].source == self.learner.index]
+        length_N = torch.tensor([len(self.tokens[row]) for row in own])
+        factor_N = algorithm.length_factors(length_N, self.learner.config.max_completion_length)
+        return Penalties(
+            algorithm.beta / max(len(own), 1),
+            dict(zip(own, factor_N.tolist(), strict=True)),
+            algorithm.entropy_coef / max(int(length_N.sum()), 1),
+        )
+
     def _needed(self, rows: list[int]) -> tuple[list[int], list[int]]:
         """The own and the foreign ones of these rollouts, without those that have neither value nor gradient: A = 0."""
         learner = self.learner
         own = [row for row in rows if self.lesson.rollouts[row].source == learner.index]
         foreign = [row for row in rows if self.lesson.rollouts[row].source != learner.index]
         if learner.saves_work:
-            foreign = [row for row in foreign if self.advantages[row] != 0]
-            if not learner.algorithm.beta:  # the KL is of all own rollouts
-                own = [row for row in own if self.advantages[row] != 0]
+            foreign = [row for row in foreign if self.teaches[row]]
+            if not (learner.algorithm.beta or learner.algorithm.entropy_coef):  # these are of all own rollouts
+                own = [row for row in own if self.teaches[row]]
         return own, foreign
 
     def _rows_of(self, minibatch: list[int]) -> list[int]:
@@ -198,32 +291,22 @@ class LearningStep:
         return self.made == 0 and self._nonfinite == 0
 
     def _batches(self, rows: list[int]) -> Iterator[list[int]]:
-        """The rollouts of one pass each: those of one prompt together, prompts with answers of like length together."""
-        longest: defaultdict[int, int] = defaultdict(int)
-        for row in rows:
-            prompt = self.lesson.rollouts[row].prompt_index
-            longest[prompt] = max(longest[prompt], len(self.tokens[row]))
-        place = {row: self.lesson.rollouts[row].prompt_index for row in rows}
-        ordered = sorted(rows, key=lambda row: (longest[place[row]], place[row], len(self.tokens[row])))
-        costs, last = [], None
-        for row in ordered:
-            costs.append(len(self.tokens[row]) + (0 if place[row] == last else len(self.prompts[place[row]])))
-            last = place[row]
-        return self.learner.split(ordered, costs)
+        prompt_of = {row: self.lesson.rollouts[row].prompt_index for row in rows}
+        return self.learner.batches(rows, self.prompts, prompt_of, self.tokens)
 
     def _add_gradients(
         self,
         rows: list[int],
         weight_of: dict[int, float],
         notes: Notes,
-        kl_weight: float = 0.0,
+        penalties: Penalties | None = None,
         seen: bool = False,
     ) -> None:
         """Add the gradient of these rollouts' part of the objective; they are all own or all foreign."""
 
         def loss_of(batch: list[int]) -> tuple[Tensor, Notes]:
             new = Notes()
-            return -self._objective(batch, weight_of, new, kl_weight, seen), new
+            return -self._objective(batch, weight_of, new, penalties or Penalties(), seen), new
 
         for new in self.learner.add_gradients(self._batches(rows), loss_of):
             notes.add(new)
@@ -246,7 +329,7 @@ class LearningStep:
         return kept
 
     def _objective(
-        self, batch: list[int], weight_of: dict[int, float], notes: Notes, kl_weight: float, seen: bool
+        self, batch: list[int], weight_of: dict[int, float], notes: Notes, penalties: Penalties, seen: bool
     ) -> Tensor:
         """These rollouts' part of what is maximised."""
         learner = self.learner
@@ -254,17 +337,25 @@ class LearningStep:
         weight_N = torch.tensor([weight_of[row] for row in batch], dtype=torch.float64).to(learner.device)
         objective = (terms.objective_N * weight_N).sum()
         own = self.lesson.rollouts[batch[0]].source == learner.index
-        if own and learner.reference is not None and (kl_weight > 0 or self._first):
+        if own and learner.reference is not None and (penalties.kl_weight > 0 or self._first):
             with torch.no_grad():
                 start = learner.reference(*self._texts(batch), learner.config.temperature)
+            notes.note("forward", self._num_tokens(batch))
             kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
-            objective = objective - kl_weight * kl_N.double().sum()
-            notes.note("objective", -kl_weight * kl_N.double().sum())
+            factors = [penalties.length_factor_of[row] for row in batch]
+            factor_N = torch.tensor(factors, dtype=torch.float64).to(learner.device)
+            penalty = penalties.kl_weight * (kl_N.double() * factor_N).sum()
+            objective = objective - penalty
+            notes.note("objective", -penalty)
             notes.note("kl", kl_N.sum())
             notes.note("kl_rollouts", len(batch))
-        notes.note("tokens", sum(len(self.tokens[row]) for row in batch))
+        notes.note("tokens", self._num_tokens(batch))
+        if penalties.entropy_weight > 0:
+            bonus = penalties.entropy_weight * current.entropy_NT.double().sum()
+            objective = objective + bonus
+            notes.note("objective", bonus)
         if own:
-            teaching = [n for n, row in enumerate(batch) if self.advantages[row] != 0]
+            teaching = [n for n, row in enumerate(batch) if self.teaches[row]]
             notes.note("entropy", current.entropy_NT[teaching].sum())
             notes.note("entropy_tokens", sum(len(self.tokens[batch[n]]) for n in teaching))
             if self._first and not self.stale:
@@ -277,6 +368,7 @@ class LearningStep:
         """The rollouts under the learner as it is, and their terms of the objective."""
         learner = self.learner
         current = learner.policy.score(*self._texts(batch), learner.config.temperature)
+        notes.note("forward", self._num_tokens(batch))
         sequences, weight_N = self._sequences(batch, current.logp_NT.double(), current.mask_NT, weight_of)
         terms = learner.algorithm.terms(sequences, self.made)
         if not seen:
@@ -317,8 +409,18 @@ class LearningStep:
             advantage_N=advantage_N,
             omega_N=omega_N,
             old_logp_NT=old_NT,
+            token_advantage_NT=self._token_advantages(batch, mask_NT),
         )
         return sequences, weight_N
+
+    def _token_advantages(self, batch: list[int], mask_NT: Tensor) -> Tensor | None:
+        if self.lesson.token_advantages is None:
+            return None
+        added_NT = np.zeros(mask_NT.shape)
+        for n, row in enumerate(batch):
+            added_T = self.lesson.token_advantages[row]
+            added_NT[n, : len(added_T)] = added_T
+        return torch.from_numpy(added_NT).to(mask_NT.device)
 
     def _sequences_ahead(self, batch: list[int]) -> Sequences:
         """The rollouts under the learner as it was when it sampled them."""
@@ -331,7 +433,10 @@ class LearningStep:
         tensors = torch.from_numpy(logp_NT).to(device), torch.from_numpy(mask_NT).to(device)
         return self._sequences(batch, *tensors, dict.fromkeys(batch, 0.0))[0]
 
-    def _texts(self, batch: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    def _num_tokens(self, batch: list[int]) -> int:
+        return sum(len(self.tokens[row]) for row in batch)
+
+    def _texts(self, batch: list[int]) -> Texts:
         prompts = [self.prompts[self.lesson.rollouts[row].prompt_index] for row in batch]
         return prompts, [self.tokens[row] for row in batch]
 
@@ -352,35 +457,32 @@ class LearningStep:
         """How likely an own rollout was for the learner over how likely for what sampled it, per token."""
         return math.exp(float(np.mean(self.old_logps[row] - np.array(self.lesson.rollouts[row].logps))))
 
-    def _start_old_logps(self) -> None:
+    def _start_old_logps(self) -> int:
         """Score the rollouts whose ratio is taken to the learner itself; anew in each attempt, whose batches differ.
+
+        How many tokens that were.
 
         In bfloat16 the sampler's rounding differs from the learner's by more than GSPO's clip is wide, so own ratios
         are among them. What was noted ahead is of the learner that sampled.
         """
         own = self.learner.config.recomputes_logprobs
         self.old_logps = {row: np.array(logps) for row, logps in self.ahead.items()} if own and self.stale else {}
-        self.score_old(own=own and not self.stale, foreign=self.learner.algorithm.rescores_foreign)
+        return self.score_old(own=own and not self.stale, foreign=self.learner.algorithm.rescores_foreign)
 
-    def score_old(self, *, own: bool, foreign: bool = False) -> None:
+    def score_old(self, *, own: bool, foreign: bool = False) -> int:
         """Note what the learner itself says of its own rollouts, of foreign ones, or of both, before the first update.
 
-        Rounding depends on what else is in a batch, so the batches are those of the updates to come.
+        How many tokens that were. Rounding depends on what else is in a batch, so the batches are those of the updates
+        to come.
         """
-        learner = self.learner
-
-        def score(batch: list[int], counts: bool) -> tuple[list[int], Tensor]:
-            with torch.no_grad():
-                scored = learner.policy.score(*self._texts(batch), learner.config.temperature)
-            return (batch if counts else []), scored.logp_NT.double().cpu()
-
+        scored = 0
         for minibatch in self.lesson.minibatches:
             parts = zip((own, foreign), self._needed(self._rows_of(minibatch)), strict=True)
             for rows in [part for wanted, part in parts if wanted]:
                 unknown = [row for row in rows if row not in self.old_logps]
-                for batch, logp_NT in learner.passes(self._batches(unknown), score):
-                    for row, logp_T in zip(batch, logp_NT.numpy(), strict=False):
-                        self.old_logps[row] = logp_T[: len(self.tokens[row])]
+                self.old_logps |= self.learner.score(self._batches(unknown), self._texts)
+                scored += self._num_tokens(unknown)
+        return scored
 
     # --- notes -------------------------------------------------------------------------------------
 
@@ -443,7 +545,7 @@ class LearningStep:
             "lower": terms.lower_N,
             "upper": terms.upper_N,
             "kept": terms.kept_N,
-            "advantage": sequences.advantage_N,
+            "advantage": sequences.mean_advantage_N,
             "omega": sequences.omega_N,
             "weight": terms.weight_N,
             "objective": terms.objective_N,
@@ -463,6 +565,7 @@ class LearningStep:
             "updates": self.made,
             "nonfinite_updates": self._nonfinite,
             "tokens_trained": notes.sum("tokens"),
+            "tokens_forward": notes.sum("forward"),
             "loss": -float(np.mean(self._objectives)) if self._objectives else math.nan if self._nonfinite else 0.0,
         }
         if notes.sum("entropy_tokens"):

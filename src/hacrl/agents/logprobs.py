@@ -18,6 +18,7 @@ def completion_logprobs(
     completions: Sequence[Sequence[int]],
     temperature: float,
     pad_id: int,
+    entropy_gradient: bool = False,
 ) -> TokenLogprobs:
     """log p(token | prompt, tokens before it) at the given temperature, for N completions.
 
@@ -45,16 +46,16 @@ def completion_logprobs(
     logits_NTV = logits_NTV.to(torch.promote_types(logits_NTV.dtype, torch.float32))
     logp_NTV = (logits_NTV / temperature).log_softmax(-1)
     logp_NT = logp_NTV.gather(-1, ids_NT[..., None]).squeeze(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_NT = -(logp_NTV.exp() * logp_NTV).sum(-1)
     return TokenLogprobs(torch.where(mask_NT, logp_NT, 0.0), mask_NT, entropy_NT * mask_NT)
 
 
 class PlainScorer:
-    def __init__(self, model: nn.Module, pad_id: int) -> None:
-        self.model, self.pad_id = model, pad_id
+    def __init__(self, model: nn.Module, pad_id: int, entropy_gradient: bool = False) -> None:
+        self.model, self.pad_id, self.entropy_gradient = model, pad_id, entropy_gradient
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
     ) -> TokenLogprobs:
-        return completion_logprobs(self.model, prompts, completions, temperature, self.pad_id)
+        return completion_logprobs(self.model, prompts, completions, temperature, self.pad_id, self.entropy_gradient)

@@ -63,7 +63,14 @@ def naming(config: AgentConfig, updates: int) -> Iterator[None]:
 class Policy:
     """A model with the means to sample from it and to score texts with it."""
 
-    def __init__(self, model: nn.Module, config: AgentConfig, stop_ids: Sequence[int], lean: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: AgentConfig,
+        stop_ids: Sequence[int],
+        lean: bool = True,
+        entropy_gradient: bool = False,
+    ) -> None:
         self.model, self.config, self.stop_ids = model, config, stop_ids
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.backbone: Backbone | None = None
@@ -73,11 +80,11 @@ class Policy:
             except CannotDrive as reason:
                 warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
         self.side_by_side = self.backbone is not None and works_side_by_side(model)
-        self.scorer: Score = PlainScorer(model, stop_ids[0])
+        self.scorer: Score = PlainScorer(model, stop_ids[0], entropy_gradient)
         if self.backbone is not None:
             self.backbone.checkpointing = bool(config.gradient_checkpointing)
             on_cuda = self.backbone.device.type == "cuda"
-            self.scorer = GraphedScorer(self.backbone) if on_cuda else Scorer(self.backbone)
+            self.scorer = (GraphedScorer if on_cuda else Scorer)(self.backbone, entropy_gradient)
         elif config.gradient_checkpointing:
             layers = checkpointed_layers(model)
             if not layers:

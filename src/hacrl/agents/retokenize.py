@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,6 +56,8 @@ class Retokenizer:
         self.max_length = max_length
         self.vocabulary = vocabulary_fingerprint(tokenizer)
         self._readable = readable_ids(tokenizer, [])
+        # Pairs of tokens come again and again, and a call of `decode` costs more than what it does.
+        self._text = lru_cache(2**16)(lambda token_ids: decode(tokenizer, list(token_ids)))
 
     def end_of(self, prompt_ids: Sequence[int]) -> PromptEnd:
         """The end of a prompt in the tokens of this agent."""
@@ -87,6 +90,26 @@ class Retokenizer:
         if len(ids) > self.max_length:
             raise Dropped("too_long")
         return ids
+
+    def text_ends(self, token_ids: Sequence[int], rollout: Rollout, end: PromptEnd) -> list[int]:
+        """Where each of these tokens ends in the rollout's text, counted in characters from the prompt's end.
+
+        A token that ends inside a character, or has no text, ends where the next token does that ends at a border of
+        characters. An end of turn counts as one more character.
+        """
+        text = rollout.lead + rollout.text
+        ends: list[int] = []
+        at, before, waiting = 0, end.token_ids, tuple[int, ...]()
+        for token in token_ids[: len(token_ids) - rollout.ended]:
+            waiting = (*waiting, token)
+            known, both = self._text(before), self._text((*before, *waiting))
+            new = both.removeprefix(known) if both.startswith(known) else ""
+            if new and text.startswith(new, at):
+                at += len(new)
+                ends += [at] * len(waiting)
+                before, waiting = waiting, ()
+        ends += [len(text)] * len(waiting)
+        return [*ends, len(text) + 1] if rollout.ended else ends
 
     def encode(self, text: str, end: PromptEnd = NO_PROMPT) -> list[int]:
         """A text as tokens that decode to it behind a prompt."""

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hacrl.agents.agent import Agent, Traits
+from hacrl.agents.imitation import Imitator
 from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import load_model, load_tokenizer, resolve_device
 from hacrl.agents.lora import with_same_weights
@@ -34,7 +35,7 @@ from hacrl.agents.master import MasterWeights
 from hacrl.agents.policy import Policy, local
 from hacrl.agents.team import join_team
 from hacrl.agents.updating import read_state
-from hacrl.algorithms import Algorithm
+from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import TrainingDiverged, UserError
@@ -103,10 +104,11 @@ class RankAgent(Agent):
         self.learner = Learner(
             config, self.index, self.algorithm, self.weights, policy, reference, saves_work, self.team
         )
+        self.imitator = Imitator(self.learner, self.algorithm.imitation, self.index, member.seed)
 
     def _shard(self, model: Any) -> Policy:
         """Distribute a model's layers over the ranks; a pass puts one layer after the other together."""
-        policy = Policy(model, self.config, self.stop_ids, lean=False)
+        policy = Policy(model, self.config, self.stop_ids, False, entropy_gradient=self.algorithm.entropy_coef > 0)
         policy.side_by_side = False
         mesh = dist.init_device_mesh(self.device.type, (self.team.size,))
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
@@ -123,7 +125,7 @@ class RankAgent(Agent):
 
         def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
             scored = score(*args)
-            return scored.logp_NT.clone(), scored.mask_NT, scored.entropy_NT  # FSDP warns of views
+            return scored.logp_NT.clone(), scored.mask_NT, scored.entropy_NT.clone()  # FSDP warns of views
 
         model.score = forward
         register_fsdp_forward_method(model, "score")
@@ -154,12 +156,12 @@ class RankAgent(Agent):
             self.whole.model.save_pretrained(model_dir, state_dict=state)
             self.tokenizer.save_pretrained(model_dir)
         with state_of(state_file, self.team.rank).open("wb") as file:
-            torch.save(self.learner.state_dict(), file)
+            torch.save(self.state_dict(), file)
         dist.barrier()
 
     def load(self, model_dir: Path, state_file: Path) -> None:
         self.weights.load_state_dict(self.model, load_model(self.on_cpu, model_dir).state_dict())
-        self.learner.load_state_dict(read_state(state_of(state_file, self.team.rank), self.device))
+        self.load_state_dict(read_state(state_of(state_file, self.team.rank), self.device))
 
 
 def state_of(state_file: Path, rank: int) -> Path:
@@ -297,6 +299,10 @@ class ShardedAgent:
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
         answers: list[str] = self._call("answer", problems, sampled)
         return answers
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Reading | None]:
+        readings: list[Reading | None] = self._call("score", rollouts)
+        return readings
 
     def learn(self, lesson: Lesson) -> LearnResult:
         result: LearnResult = self._call("learn", lesson)

@@ -31,9 +31,13 @@ class Updater:
         self.batch_tokens = 0
         """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
         self.device = weights.working[0].device
-        self.optimizer = make_optimizer(config, weights.weights)
+        self.new_optimizer()
         self.updates = 0
         self.nonfinite_in_a_row = 0
+
+    def new_optimizer(self) -> None:
+        """One without memory of earlier updates."""
+        self.optimizer = make_optimizer(self.config, self.weights.weights)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -23,11 +23,16 @@ from hacrl.algorithms.grpo import GRPO
 from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.hacpo import HACPO
 from hacrl.algorithms.hacpo_robust import RobustHACPO
+from hacrl.algorithms.imitation import Imitation
 from hacrl.algorithms.importance import exponential_ratio, k3_kl, sequence_log_ratio
 from hacrl.algorithms.luffy import LUFFY
 from hacrl.algorithms.naive import Naive
+from hacrl.algorithms.opd import OPD
+from hacrl.algorithms.rft import RFT
+from hacrl.algorithms.spans import Reading, log_gap
 from hacrl.algorithms.success_gated import SuccessGated
 from hacrl.algorithms.swarm import Swarm
+from hacrl.algorithms.topr import TOPR
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "hacpo": HACPO,
@@ -39,6 +44,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ftis": FTIS,
     "success_gated": SuccessGated,
     "luffy": LUFFY,
+    "topr": TOPR,
+    "rft": RFT,
+    "opd": OPD,
 }
 
 __all__ = [
@@ -48,12 +56,17 @@ __all__ = [
     "GSPO",
     "HACPO",
     "LUFFY",
+    "OPD",
+    "RFT",
+    "TOPR",
     "Advantages",
     "Algorithm",
     "CapabilityOptions",
     "CapabilityTracker",
     "Explanation",
+    "Imitation",
     "Naive",
+    "Reading",
     "RobustHACPO",
     "Sequences",
     "SuccessGated",
@@ -66,6 +79,7 @@ __all__ = [
     "exponential_ratio",
     "group_advantages",
     "k3_kl",
+    "log_gap",
     "sequence_log_ratio",
     "stepwise_clip",
     "stepwise_lower_bound",

@@ -14,6 +14,9 @@ from torch import Tensor
 SIGMA_EPSILON = 1e-6
 EDGE = 1e-9
 
+ScaleRewards = Literal["group", "batch", "none"]
+"""What centred rewards are divided by: the standard deviation of the prompt's rewards or of all, or nothing (TRL)."""
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -63,14 +66,24 @@ def _num_prompts(prompt_N: Tensor) -> int:
     return int(prompt_N.max()) + 1 if len(prompt_N) else 0
 
 
-def group_advantages(rewards_N: Tensor, prompt_N: Tensor) -> Advantages:
+def divisors(rewards_N: Tensor, prompt_N: Tensor, scale_rewards: ScaleRewards, batch_N: Tensor | None = None) -> Tensor:
+    """What each centred reward is divided by. `batch_N` numbers the batches, where there are several."""
+    if scale_rewards == "none":
+        return torch.ones_like(rewards_N)
+    index_N = prompt_N
+    if scale_rewards == "batch":
+        index_N = torch.zeros_like(prompt_N) if batch_N is None else batch_N
+    return deviation_by(rewards_N, index_N, _num_prompts(index_N))[index_N] + SIGMA_EPSILON
+
+
+def group_advantages(
+    rewards_N: Tensor, prompt_N: Tensor, scale_rewards: ScaleRewards = "group", batch_N: Tensor | None = None
+) -> Advantages:
     """A = (R - mean) / (std + 1e-6) within each prompt; 0 where all rewards are equal."""
     P = _num_prompts(prompt_N)
-    mu_P = mean_by(rewards_N, prompt_N, P)
-    sigma_P = _variance_by(rewards_N, prompt_N, P).sqrt()
     low_P, high_P = _range_by(rewards_N, prompt_N, P)
-    baseline_N = mu_P[prompt_N]
-    advantage_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON)
+    baseline_N = mean_by(rewards_N, prompt_N, P)[prompt_N]
+    advantage_N = (rewards_N - baseline_N) / divisors(rewards_N, prompt_N, scale_rewards, batch_N)
     return Advantages(advantage_N * (high_P > low_P)[prompt_N], baseline_N)
 
 
@@ -82,18 +95,18 @@ def capability_advantages(
     omega_KK: Tensor,
     cross_baseline: Literal["learner", "source"] = "learner",
     baseline_guard: bool = True,
+    scale_rewards: ScaleRewards = "group",
 ) -> Advantages:
     """A_k(R) = (R - mu_k) / (sigma + 1e-6), mu_k the mean of all rewards, each times omega(k, j).
 
-    sigma is the standard deviation of the unscaled rewards of the prompt. With the guard, a mu_k
-    outside the range of the prompt's rewards is replaced by the mean of k's own rewards there, or by
-    the plain mean where k has none. `cross_baseline="source"` gives a foreign rollout its source's
+    sigma is the standard deviation of the unscaled rewards of the prompt; `scale_rewards` changes the divisor. With the
+    guard, a mu_k outside the range of the prompt's rewards is replaced by the mean of k's own rewards there, or by the
+    plain mean where k has none. `cross_baseline="source"` gives a foreign rollout its source's
     mu_j instead of the learner's mu_k.
     """
     P, K = _num_prompts(prompt_N), len(omega_KK)
     low_P, high_P = _range_by(rewards_N, prompt_N, P)
     spread_P = high_P > low_P
-    sigma_P = _variance_by(rewards_N, prompt_N, P).sqrt()
 
     mu_KP, guarded_KP = [], []
     for k in range(K):
@@ -112,7 +125,7 @@ def capability_advantages(
 
     whose_N = source_N if cross_baseline == "source" else torch.full_like(source_N, learner)
     baseline_N = torch.stack(mu_KP)[whose_N, prompt_N]
-    advantage_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON)
+    advantage_N = (rewards_N - baseline_N) / divisors(rewards_N, prompt_N, scale_rewards)
     bias_P, bias_noise_P = baseline_bias(rewards_N, prompt_N, source_N, learner, omega_KK[learner])
     return Advantages(
         advantage_N * spread_P[prompt_N],

@@ -45,7 +45,7 @@ class FTIS(Algorithm):
         return not self.spread
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         logp_NT, old_logp_NT, mask_NT = sequences.logp_NT, sequences.old_logp_NT, sequences.mask_NT
         log_ratio_NT = torch.where(mask_NT, logp_NT.detach() - old_logp_NT, 0.0)
         weight_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=self.cap)
@@ -58,7 +58,7 @@ class FTIS(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             weight=(
                 "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
                 f"its source, at most {self.cap:g}; s does not affect it."

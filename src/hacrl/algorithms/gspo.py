@@ -5,17 +5,24 @@ from typing import Literal
 
 import torch
 
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.algorithm import Algorithm, LossType, Sequences, Terms
 from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
 from hacrl.algorithms.clipping import clipped_minimum
 from hacrl.algorithms.explanation import Explanation, ratio_sentence
+from hacrl.algorithms.foreign import as_if_on_policy, unbounded
 from hacrl.algorithms.importance import has_gradient, sequence_log_ratio
 
 
-def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float) -> Terms:
-    """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len)."""
+def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:
+    """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len); for `cispo` min(s, epsilon_high) A logp / len.
+
+    The minimum of `cispo` is a constant: no gradient goes through it.
+    """
     log_ratio_N = sequence_log_ratio(sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N)
     ratio_N, advantage_N = log_ratio_N.exp(), sequences.advantage_N
+    if loss_type == "cispo":
+        weight_N = ratio_N.detach().clamp(max=epsilon_high) * as_if_on_policy(sequences)
+        return unbounded(weight_N, advantage_N, log_ratio_N.detach())
     objective_N, kept_N = clipped_minimum(ratio_N, advantage_N, epsilon, epsilon_high)
     clipped_N = ratio_N.clamp(1 - epsilon, 1 + epsilon_high)
     return Terms(
@@ -32,13 +39,19 @@ def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float) -> Ter
     )
 
 
-def gspo_explanation(epsilon: float, epsilon_high: float) -> Explanation:
+def gspo_explanation(epsilon: float, epsilon_high: float, loss_type: LossType) -> Explanation:
     """How own rollouts are used; capability is not."""
+    band = "It has no band." if loss_type == "cispo" else clip_sentence("Its band", epsilon, epsilon_high)
     return Explanation(
         ratio=ratio_sentence(),
-        own_weight=f"An own rollout has the weight s. {clip_sentence('Its band', epsilon, epsilon_high)}",
+        own_weight=f"An own rollout has the weight {weight_of(epsilon_high, loss_type)}. {band}",
         capability=capability_sentence(CapabilityOptions(), used=False),
     )
+
+
+def weight_of(epsilon_high: float, loss_type: LossType) -> str:
+    """What multiplies A in `gspo_terms`."""
+    return f"min(s, {epsilon_high:g})" if loss_type == "cispo" else "s"
 
 
 def clip_sentence(band: str, epsilon: float, epsilon_high: float) -> str:
@@ -56,7 +69,7 @@ class GSPO(Algorithm):
     epsilon_high: float = 4.0e-4
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        return gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        return gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
 
     def explain(self, num_agents: int) -> Explanation:
-        return gspo_explanation(self.epsilon, self.epsilon_high)
+        return gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type)

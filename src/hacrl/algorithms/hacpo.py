@@ -81,6 +81,7 @@ class HACPO(CapabilityAware):
             omega_KK if self.baseline == "capability" else torch.ones_like(omega_KK),
             self.cross_baseline,
             self.baseline_guard,
+            self.scale_rewards,
         )
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class HACPO(CapabilityAware):
         return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner])
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         foreign = self._foreign_terms(sequences, update)
         return own_or_foreign(sequences.own_N, own, foreign)
 
@@ -127,7 +128,7 @@ class HACPO(CapabilityAware):
     def explain(self, num_agents: int) -> Explanation:
         omega = self._omega_sentence()
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             ratio=ratio_sentence("foreign ones per byte of the text, own ones per token")
             if self.ratio_unit == "byte"
             else ratio_sentence(),
@@ -164,9 +165,9 @@ class HACPO(CapabilityAware):
         return f"{self.capability.omega_sentence()}; {', and '.join(effects)}." if effects else None
 
     def _decision(self, num_agents: int) -> str:
-        others = num_agents - 1
+        others, what = num_agents - 1, "rollouts" if self.loss_type in ("grpo", "dr_grpo") else "tokens"
         return (
             f"Decision: the paper's HACPO has two agents; with {num_agents}, each of the {others} others adds the mean "
-            f"over its rollouts with weight {self.cross_weight:g} (algorithm.cross_weight), together "
+            f"over its {what} with weight {self.cross_weight:g} (algorithm.cross_weight), together "
             f"{others * self.cross_weight:g}, against 1 for the mean over the learner's own."
         )

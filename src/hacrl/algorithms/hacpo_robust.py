@@ -20,9 +20,8 @@ from torch import Tensor
 
 from hacrl.algorithms.advantage import (
     EDGE,
-    SIGMA_EPSILON,
     Advantages,
-    deviation_by,
+    divisors,
     group_advantages,
     mean_by,
     sum_by,
@@ -60,7 +59,7 @@ class RobustHACPO(CapabilityAware):
         """Own ones as in GSPO; 0 for foreign ones where the learner has no reward of its own to compare with."""
         P = int(prompt_N.max()) + 1 if len(prompt_N) else 0
         own_N = source_N == learner
-        own = group_advantages(rewards_N[own_N], prompt_N[own_N])
+        own = group_advantages(rewards_N[own_N], prompt_N[own_N], self.scale_rewards)
         advantage_N = torch.zeros_like(rewards_N)
         advantage_N[own_N] = own.advantage_N
         own_mean_P = mean_by(rewards_N[own_N], prompt_N[own_N], P)
@@ -70,8 +69,9 @@ class RobustHACPO(CapabilityAware):
             if source == learner:
                 continue
             of_pair_N = own_N | (source_N == source)
-            sigma_P = deviation_by(rewards_N[of_pair_N], prompt_N[of_pair_N], P)
-            better_N = (rewards_N - baseline_N) / (sigma_P[prompt_N] + SIGMA_EPSILON) * has_own_P[prompt_N]
+            divisor_N = torch.ones_like(rewards_N)
+            divisor_N[of_pair_N] = divisors(rewards_N[of_pair_N], prompt_N[of_pair_N], self.scale_rewards)
+            better_N = (rewards_N - baseline_N) / divisor_N * has_own_P[prompt_N]
             better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal but for rounding
             if self.foreign == "right":
                 better_N = better_N.clamp(min=0)
@@ -85,7 +85,7 @@ class RobustHACPO(CapabilityAware):
         return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner].clamp(max=1.0))
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         length_N = sequences.length_N
         old_length_N = length_N if self.ratio_unit == "learner" else sequences.old_length_N
         log_ratio_N = sequence_log_ratio(sequences.logp_N.detach(), length_N, sequences.old_logp_N, old_length_N)
@@ -103,7 +103,7 @@ class RobustHACPO(CapabilityAware):
         others = "; others are not used" if self.foreign == "right" else ""
         effect = "below 1 the source's rollouts count for less by this factor, above 1 they do not count for more"
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             ratio=ratio_sentence("both per token of the learner") if self.ratio_unit == "learner" else ratio_sentence(),
             weight=f"A foreign rollout{better} has the weight {weight}{others}.",
             capability=capability_sentence(self.capability, self.reward_min, used=discounts),

@@ -43,13 +43,13 @@ class LUFFY(Algorithm):
         """A in the group of own rollouts and right foreign ones; 0 for wrong foreign ones."""
         everybodys = group_advantages(rewards_N, prompt_N)
         used_N = (source_N == learner) | (everybodys.advantage_N > EDGE)
-        group = group_advantages(rewards_N[used_N], prompt_N[used_N])
+        group = group_advantages(rewards_N[used_N], prompt_N[used_N], self.scale_rewards)
         advantage_N, baseline_N = torch.zeros_like(rewards_N), everybodys.baseline_N.clone()
         advantage_N[used_N], baseline_N[used_N] = group.advantage_N, group.baseline_N
         return Advantages(advantage_N, baseline_N)
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         shaped_NT = torch.sigmoid(sequences.logp_NT - math.log(self.gamma))  # pi / (pi + gamma)
         weight_N = mean_over_tokens(shaped_NT, sequences.mask_NT)
         foreign = unbounded(weight_N, sequences.advantage_N, own.log_ratio_N)
@@ -60,7 +60,7 @@ class LUFFY(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             weight=(
                 "Each token of a foreign rollout whose reward is above the mean of everybody's on the prompt has the "
                 f"weight p / (p + {self.gamma:g}), p being its probability for the learner, whatever s is; other "

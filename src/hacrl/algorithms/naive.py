@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
 from hacrl.algorithms.explanation import Explanation, ratio_sentence
-from hacrl.algorithms.gspo import clip_sentence, gspo_explanation, gspo_terms
+from hacrl.algorithms.gspo import clip_sentence, gspo_explanation, gspo_terms, weight_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Naive(Algorithm):
         return self.ratio == "own"
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        return gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        return gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
 
     def explain(self, num_agents: int) -> Explanation:
         to_itself = (
@@ -36,8 +36,11 @@ class Naive(Algorithm):
             "per token: when it sampled an own one, and before the first update of the step for a foreign one."
         )
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             ratio=to_itself if self.ratio == "own" else ratio_sentence(),
-            weight="A foreign rollout is used like an own one: its weight is s.",
-            band=clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high),
+            weight=f"A foreign rollout is used like an own one: its weight is "
+            f"{weight_of(self.epsilon_high, self.loss_type)}.",
+            band=None
+            if self.loss_type == "cispo"
+            else clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high),
         )

@@ -35,8 +35,8 @@ class SuccessGated(Algorithm):
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
         """Own rollouts: A in the own group. Transferred ones: A in the group of all agents. Others: 0."""
-        own = group_advantages(rewards_N, prompt_N * len(omega_KK) + source_N)
-        pooled = group_advantages(rewards_N, prompt_N)
+        own = group_advantages(rewards_N, prompt_N * len(omega_KK) + source_N, self.scale_rewards, source_N)
+        pooled = group_advantages(rewards_N, prompt_N, self.scale_rewards)
         own_N, success_N = source_N == learner, pooled.advantage_N > EDGE
         size = int(prompt_N.max()) + 1 if len(prompt_N) else 0
         solved_P = sum_by((own_N & success_N).to(rewards_N), prompt_N, size) > 0
@@ -47,7 +47,7 @@ class SuccessGated(Algorithm):
         )
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         weight_N = self.transfer_weight * as_if_on_policy(sequences)
         foreign = unbounded(weight_N, sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
@@ -57,7 +57,7 @@ class SuccessGated(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             weight=(
                 "On prompts where the learner has no success, a reward above the mean of everybody's, a foreign "
                 f"success has the weight {self.transfer_weight:g} whatever its s; other foreign rollouts are not used."

@@ -42,7 +42,7 @@ class Swarm(Algorithm):
     ) -> Advantages:
         """A within the group of one prompt and source; 0 for groups that are not used."""
         K = len(omega_KK)
-        groups = group_advantages(rewards_N, prompt_N * K + source_N)
+        groups = group_advantages(rewards_N, prompt_N * K + source_N, self.scale_rewards, source_N)
         used_N = source_N == self._chosen(prompt_N, source_N, learner, K)
         return Advantages(groups.advantage_N * used_N, groups.baseline_N)
 
@@ -60,7 +60,7 @@ class Swarm(Algorithm):
         return torch.where(torch.isin(prompt_N, there), chosen_N, learner)
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high)
+        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         foreign = unbounded(as_if_on_policy(sequences), sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
 
@@ -80,7 +80,7 @@ class Swarm(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high),
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             weight=(
                 f"On {self.share:.0%} of the prompts a foreign group takes the place of the own one, and its rollouts "
                 "have the weight 1 whatever their s; other foreign rollouts are not used."

@@ -41,10 +41,12 @@ class Head:
             logits_MV = logits_MV * self.scale
         return logits_MV if self.softcap is None else self.softcap * torch.tanh(logits_MV / self.softcap)
 
-    def logprobs(self, hidden_MD: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """log p(target) at the temperature and the entropy (without gradient), M of each."""
+    def logprobs(
+        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """log p(target) at the temperature and the entropy, M of each; the entropy has a gradient if asked for."""
         logp_M, entropy_M = _ChunkedLogprobs.apply(
-            hidden_MD, self.weight_VD, self.bias_V, target_M, temperature, self.scale, self.softcap
+            hidden_MD, self.weight_VD, self.bias_V, target_M, temperature, self.scale, self.softcap, entropy_gradient
         )
         return logp_M, entropy_M
 
@@ -71,6 +73,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         scale: float,
         softcap: float | None,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight_VD, bias_V, scale, softcap)
         logps, entropies, norms = [], [], []
@@ -79,24 +82,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logps.append(logp)
             norms.append(norm)
             entropies.append(entropy)
-        norm_M = torch.cat(norms)
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, norm_M)
-        ctx.options = temperature, scale, softcap
-        entropy_M = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy_M)
+        norm_M, entropy_M = torch.cat(norms), torch.cat(entropies)
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, norm_M, entropy_M)
+        ctx.options = temperature, scale, softcap, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_M)
         return torch.cat(logps), entropy_M
 
     @staticmethod
-    def backward(ctx: Any, grad_M: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_MD, weight_VD, bias_V, target_M, norm_M = ctx.saved_tensors
-        temperature, scale, softcap = ctx.options
+    def backward(ctx: Any, grad_M: Tensor, grad_entropy_M: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_MD, weight_VD, bias_V, target_M, norm_M, entropy_M = ctx.saved_tensors
+        temperature, scale, softcap, entropy_gradient = ctx.options
         head = Head(weight_VD, bias_V, scale, softcap)
         grad_hidden_MD = torch.empty_like(hidden_MD)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_M.dtype) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_M.dtype) if ctx.needs_input_grad[2] else None
         start = 0
-        for hidden, target, norm, grad in _chunks(weight_VD.shape[0], hidden_MD, target_M, norm_M, grad_M):
-            delta = _logit_gradient(head, head.logits(hidden), target, norm, grad, temperature, hidden.dtype)
+        tensors = (hidden_MD, target_M, norm_M, grad_M, entropy_M, grad_entropy_M)
+        for hidden, target, norm, grad, entropy, grad_entropy in _chunks(weight_VD.shape[0], *tensors):
+            logits = head.logits(hidden)
+            delta = _logit_gradient(head, logits, target, norm, grad, temperature, hidden.dtype)
+            if entropy_gradient:
+                delta = (delta + _entropy_gradient(head, logits, norm, entropy, grad_entropy, temperature)).to(delta)
             grad_hidden_MD[start : start + len(hidden)] = delta @ weight_VD
             if grad_weight_VD is None:
                 pass  # the model is frozen but for adapters
@@ -109,7 +116,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             start += len(hidden)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_MD, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden_MD, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _logprobs(logits_MV: Tensor, target_M: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,6 +150,16 @@ def _logit_gradient(
     if head.softcap is not None:
         delta_MV *= 1 - (logits_MV / head.softcap) ** 2
     return delta_MV.to(dtype)
+
+
+def _entropy_gradient(
+    head: Head, logits_MV: Tensor, norm_M: Tensor, entropy_M: Tensor, grad_M: Tensor, temperature: float
+) -> Tensor:
+    """The gradient with respect to the projection, from that of the entropy H: -p (log p + H), over the temperature."""
+    logp_MV = logits_MV / temperature - norm_M[:, None]
+    step_M = grad_M * (-head.scale / temperature)
+    delta_MV = logp_MV.exp() * (logp_MV + entropy_M[:, None]) * step_M[:, None]
+    return delta_MV if head.softcap is None else delta_MV * (1 - (logits_MV / head.softcap) ** 2)
 
 
 def _chunks(vocabulary: int, *tensors: Tensor) -> Any:

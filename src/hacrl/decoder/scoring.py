@@ -20,14 +20,14 @@ class TokenLogprobs:
     logp_NT: Tensor
     mask_NT: Tensor
     entropy_NT: Tensor
-    """Entropy of the next-token distribution at each position; no gradient."""
+    """Entropy of the next-token distribution at each position; with a gradient only if the scorer was asked for it."""
 
 
 class Scorer:
     """One packed row of tokens, each distinct prompt once, and no table of all logits."""
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone = backbone
+    def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
+        self.backbone, self.entropy_gradient = backbone, entropy_gradient
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
@@ -40,7 +40,7 @@ class Scorer:
     def _score(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         hidden_1SD = self.backbone.hidden(packed.ids_S[None], packed.position_S[None], packed)
         hidden_MD = hidden_1SD[0].index_select(0, packed.from_M)
-        return self.backbone.head.logprobs(hidden_MD, packed.target_M, temperature)
+        return self.backbone.head.logprobs(hidden_MD, packed.target_M, temperature, self.entropy_gradient)
 
 
 @dataclass
@@ -67,8 +67,8 @@ class GraphedScorer(Scorer):
     The backward graph adds to the parameters' `grad` tensors, which must stay the same: zero them, do not drop them.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
+        super().__init__(backbone, entropy_gradient)
         self.captured: dict[tuple[object, ...], Captured] = {}
         self.warm = False
         self.moved = backbone.moved
@@ -87,6 +87,8 @@ class GraphedScorer(Scorer):
         if self.moved != self.backbone.moved:
             self.moved = self.backbone.moved
             self.forget()
+        if self.entropy_gradient and torch.is_grad_enabled():  # the backward graph has the gradient of logp alone
+            return super()._score(packed, temperature)
         packed = packed.padded(*common_shape(packed, self.least))
         key = (packed.ids_S.shape, packed.rows_NR.shape, packed.again_A.shape, temperature, torch.is_grad_enabled())
         if key not in self.captured:

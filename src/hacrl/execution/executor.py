@@ -6,6 +6,7 @@ from typing import Protocol
 
 from hacrl.agents.agent import Traits
 from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.algorithms import Reading
 from hacrl.errors import UserError
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
@@ -21,7 +22,7 @@ def files_of(checkpoint: Path, agent_id: str) -> tuple[Path, Path]:
 
 
 class Executor(Protocol):
-    """Answers of sample, learn and answer are lists with one entry for each agent."""
+    """Answers of sample, score, learn and answer are lists with one entry for each agent."""
 
     seconds: list[float]
     """How long each agent took for the last call."""
@@ -34,6 +35,10 @@ class Executor(Protocol):
         ...
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]: ...
+    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[list[Reading | None]]:
+        """What each agent says of the rollouts that it is asked about, as `Agent.score`."""
+        ...
+
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]: ...
     def sample_and_learn(
         self,

@@ -11,6 +11,7 @@ from hacrl.agents.agent import Agent, Traits
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.loading import Bases
 from hacrl.agents.sharded import ShardedAgent
+from hacrl.algorithms import Reading
 from hacrl.config import RunConfig
 from hacrl.decoder.parallel import use_threads
 from hacrl.execution.executor import files_of
@@ -56,6 +57,9 @@ class LocalExecutor:
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
         return self._each(lambda agent: agent.sample(problems, step, sampling_round))
+
+    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[list[Reading | None]]:
+        return self._each(lambda agent: agent.score(requests[agent.index]))
 
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
         return self._each(lambda agent: agent.learn(lessons[agent.index]))

@@ -15,6 +15,7 @@ from hacrl import __version__
 from hacrl.agents.agent import Traits
 from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.sharded import Member, joined, state_of
+from hacrl.algorithms import Reading
 from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, files_of
@@ -209,6 +210,12 @@ class RayExecutor:
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
         return self._call("sample", ray.put(problems), step, sampling_round)
+
+    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[list[Reading | None]]:
+        shared = [ray.put(rollouts) for rollouts in requests]
+        return self._gather(
+            "score", [worker.actor.call.remote("score", shared[worker.agent]) for worker in self.workers]
+        )
 
     def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
         packed = packed_lessons(lessons)

@@ -22,12 +22,13 @@ OF_AN_AGENT = (
     "rollouts",
     "tokens",
     "tokens_trained",
+    "tokens_forward",
     "updates",
     "sample_seconds",
     "learn_seconds",
     "peak_memory_gib",
 )
-OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "updates", "seconds", "peak_memory_gib")
+OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "tokens_forward", "updates", "seconds", "peak_memory_gib")
 MEASURED = {
     "final_accuracy": "accuracy on held-out problems",
     "final_sampled": "accuracy of sampled answers to held-out problems",
@@ -325,6 +326,7 @@ COSTS = {
     "rollouts": "rollouts",
     "tokens": "tokens sampled",
     "tokens_trained": "tokens trained",
+    "tokens_forward": "tokens forward",
     "updates": "updates",
     "seconds": "seconds",
     "gpu_seconds": "GPU-seconds",
@@ -335,7 +337,9 @@ COSTS = {
 def print_accounting(console: Console, results: dict[str, Any]) -> None:
     """What each result cost: neither equal rollouts nor equal updates go without saying."""
     on_gpus = any(row["gpu_seconds"] is not None for row in results["accounting"])
-    shown = [key for key in COSTS if on_gpus or key != "gpu_seconds"]
+    counted = any(row["tokens_forward"] for row in results["accounting"])  # runs of earlier versions have not
+    hidden = {"gpu_seconds": not on_gpus, "tokens_forward": not counted}
+    shown = [key for key in COSTS if not hidden.get(key)]
     title = "What it cost: one run, mean over seeds"
     table = new_table(title, ("pair", "variant", "agent"), [COSTS[key] for key in shown])
     for whole in results["accounting"]:
@@ -352,6 +356,11 @@ def print_accounting(console: Console, results: dict[str, Any]) -> None:
         "Seconds of an agent are for sampling and learning; of the run, all of its training on the wall clock, while "
         "other runs may have shared the machine. Memory of an agent is that of a GPU."
     ]
+    if counted:
+        notes.append(
+            "Tokens forward went through a model outside sampling; tokens trained, a part of them, through a backward "
+            "pass too. Scoring other agents' rollouts counts as learning."
+        )
     if on_gpus:
         notes.append("GPU-seconds are what the run had of its GPU, shared evenly with those beside it.")
     console.print(" ".join(notes), highlight=False)

@@ -17,7 +17,7 @@ def check_exchange(config: RunConfig, traits: list[Traits], resume: bool) -> Non
 
     A run of an earlier version goes on as it began, with a warning.
     """
-    if not config.algorithm.shares_rollouts:
+    if not (config.algorithm.shares_rollouts or config.algorithm.scores_by_others):
         return
     by_vocabulary: defaultdict[str, list[str]] = defaultdict(list)
     by_block: defaultdict[str, list[str]] = defaultdict(list)
@@ -48,6 +48,6 @@ def _unlike_blocks(agents: dict[str, list[str]]) -> str:
     return (
         f"Some prompts end with an open block and others do not: {', '.join(told)}. A completion of the one kind does "
         "not fit behind a prompt of the other, so these agents drop each other's rollouts (unopened_block) and do not "
-        f"learn from them. Set agents.{opener}.chat_template_kwargs={{enable_thinking: false}} if its chat template "
-        "knows that, or choose models whose chat templates end alike."
+        f"learn from each other. Set agents.{opener}.chat_template_kwargs={{enable_thinking: false}} if its chat "
+        "template knows that, or choose models whose chat templates end alike."
     )

@@ -37,7 +37,7 @@ def uses(result: LearnResult, lesson: Lesson) -> dict[int, Line]:
     """
     lines: dict[int, Line] = {
         row: {"dropped": result.dropped[row]} if row in result.dropped else {"advantage": advantage}
-        for row, advantage in enumerate(lesson.advantage_N.tolist())
+        for row, advantage in enumerate(lesson.mean_advantages)
     }
     records = {name: column.tolist() for name, column in teaching(result.records).items()}
     for i, row in enumerate(records.get("row", [])):

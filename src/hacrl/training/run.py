@@ -128,8 +128,8 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         resolve_model(agent.model, f"agents.{agent.id}.model")
         refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
     task, remarks = build_task(config.task, config.seed)
-    if decision := config.algorithm.explain(len(config.agents)).decision:
-        remarks.append(decision)
+    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
+    remarks += [sentence for sentence in told if sentence]
     with (
         task.verifier,
         Progress(config, console, title) as progress,

@@ -83,7 +83,7 @@ def sampling_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device
 
 
 def learning_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device: Device) -> float:
-    """All rollouts as long as allowed, none with A = 0, all foreign ones kept by the clip."""
+    """All rollouts as long as allowed, none with A = 0, all foreign ones kept by the clip; scoring others' included."""
     used = config.rollouts_per_prompt(agent)
     own = min(agent.num_generations, used)
     gradient = 3 + bool(agent.gradient_checkpointing)  # in forward passes, which a backward pass is two of
@@ -100,5 +100,7 @@ def learning_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device
         return config.prompts_per_step * (agent.max_prompt_length + rollouts * agent.max_completion_length)
 
     passed = own_passes * tokens(own) + (foreign_passes * tokens(used - own) if used > own else 0)
+    if config.algorithm.scores_by_others and len(config.agents) > 1:
+        passed += tokens(sum(other.num_generations for other in config.agents if other.id != agent.id))
     operations = shape.operations(agent.max_prompt_length + agent.max_completion_length / 2)
     return passed / agent.fsdp * (operations / device.operations / device.learning + shape.layers * device.token / 3)

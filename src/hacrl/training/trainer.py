@@ -36,8 +36,9 @@ from hacrl.training.metrics import (
 from hacrl.training.records import rollout_lines, trace_lines
 from hacrl.training.run_dir import RunDir
 from hacrl.training.schedule import learning_rate
+from hacrl.training.scoring import Scores, scores_of
 
-ACCOUNTED = ("rollouts", "tokens", "tokens_trained", "updates")
+ACCOUNTED = ("rollouts", "tokens", "tokens_trained", "tokens_forward", "updates")
 """What a result has cost, besides time and memory."""
 
 
@@ -79,7 +80,7 @@ class Trainer:
         self.totals: list[Counter[str]] = [Counter() for _ in self.ids]
         """Rollouts, tokens and updates of each agent so far."""
         self.times = [{"sample_seconds": 0.0, "learn_seconds": 0.0} for _ in self.ids]
-        """Seconds each agent sampled and learned."""
+        """Seconds each agent sampled and learned; what it scored for others counts as learning."""
         self.accuracy: list[dict[int, float]] = [{} for _ in self.ids]
         """Held-out accuracy of each agent by step."""
         self.sampled: list[dict[int, float]] = [{} for _ in self.ids]
@@ -137,10 +138,14 @@ class Trainer:
         everybodys = [rollout for own in rollouts for rollout in own if rollout.reward is not None]
         if not everybodys:
             raise UserError(self._nothing_verified(rollouts))
+        scores, score_seconds = self._score(rollouts, capabilities)
         lessons, advantages = [], []
         for k, agent in enumerate(self.config.agents):
             used = [r for r in everybodys if self.algorithm.shares_rollouts or r.source == k]
             lesson, advantage = self._lesson(agent, k, problems, used, omega_KK)
+            lesson.examples = self._examples(k, everybodys)
+            if scores:
+                lesson.token_advantages = scores.token_advantages[k]
             lessons.append(lesson)
             advantages.append(advantage)
         results = self._learn(lessons)
@@ -148,7 +153,7 @@ class Trainer:
 
         for k, agent_id in enumerate(self.ids):
             self._count(k, results[k])
-            self.times[k]["learn_seconds"] += learn_seconds[k]
+            self.times[k]["learn_seconds"] += score_seconds[k] + learn_seconds[k]
             agent_metrics: dict[str, Any] = {
                 **sampling_metrics(rollouts[k]),
                 **reward_of_parts(rollouts[k], problems),
@@ -168,6 +173,11 @@ class Trainer:
                         pair["omega"] = float(omega_KK[j, k])
                         pair["omega_baseline"] = float(omega_KK[k, j])
                         agent_metrics |= {f"from_{source_id}/{name}": value for name, value in pair.items()}
+            self.totals[k]["tokens_forward"] += scores.tokens[k] if scores else 0
+            if scores:
+                agent_metrics |= {"tokens_scored": scores.tokens[k], "time/score": score_seconds[k]}
+                for j, pair in scores.pairs[k].items():
+                    agent_metrics |= {f"from_{self.ids[j]}/{name}": value for name, value in pair.items()}
             metrics |= {f"{agent_id}/{name}": value for name, value in agent_metrics.items()}
         self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts, lessons, results))
         if self.config.trace:
@@ -253,6 +263,20 @@ class Trainer:
         self.watcher.on_phase("verifying")
         return self._verified(problems, rollouts)
 
+    def _score(
+        self, rollouts: list[list[Rollout]], capabilities: list[float | None]
+    ) -> tuple[Scores | None, list[float]]:
+        """What others say of each learner's rollouts, if the algorithm asks for it; and each agent's seconds."""
+        if not self.algorithm.scores_by_others:
+            return None, [0.0] * len(self.ids)
+        self.watcher.on_phase("scoring")
+        start = time.perf_counter()
+        valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
+        scores = scores_of(self.algorithm, valid, capabilities, self.executor)
+        seconds = list(self.executor.seconds)
+        self.waited += time.perf_counter() - start - np.array(seconds)
+        return scores, seconds
+
     def _learn(self, lessons: list[Lesson]) -> list[LearnResult]:
         """With overlap, every agent samples the next step's rollouts first; they are verified while agents learn."""
         self.watcher.on_phase("learning")
@@ -280,7 +304,9 @@ class Trainer:
 
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> None:
         verdicts = self.task.score(
-            [problems[rollout.prompt_index] for rollout in rollouts], [rollout.text for rollout in rollouts]
+            [problems[rollout.prompt_index] for rollout in rollouts],
+            [rollout.text for rollout in rollouts],
+            [rollout.num_tokens for rollout in rollouts],
         )
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             rollout.reward = verdict.reward
@@ -313,10 +339,23 @@ class Trainer:
             rollouts=used,
             advantage_N=advantages.advantage_N,
             omega_N=self.algorithm.coefficients(source_N, k, omega_KK),
-            minibatches=self.minibatches(agent),
+            minibatches=self.minibatches(agent) if self.algorithm.reinforces(self.step, self.config.max_steps) else [],
             learning_rate=learning_rate(agent, self.step, self.config.max_steps),
+            imitates=self.algorithm.imitation.due(self.step, self.config.max_steps),
         )
+        in_step = self.algorithm.imitation.when == "step"
+        lesson.imitation_rate = lesson.learning_rate if in_step else agent.learning_rate
         return lesson, advantages
+
+    def _examples(self, learner: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The step's right answers that a learner keeps for imitation."""
+        imitation = self.algorithm.imitation
+        if not self.algorithm.keeps_answers(self.step, self.config.max_steps):
+            return []
+        right = [r for r in rollouts if (r.reward or 0.0) >= imitation.min_reward and r.finish_reason == "stop"]
+        if imitation.answers == "all":
+            return right
+        return [rollout for rollout in right if (rollout.source == learner) == (imitation.answers == "own")]
 
     def minibatches(self, agent: AgentConfig) -> list[list[int]]:
         """Prompt positions of each update, all passes in a row; seed and step alone decide the order."""
@@ -336,7 +375,11 @@ class Trainer:
 
     def _count(self, k: int, result: LearnResult) -> None:
         self.totals[k]["updates"] += int(result.metrics["updates"])
+        self.totals[k]["updates"] += int(result.metrics.get("imitation/updates", 0))
         self.totals[k]["tokens_trained"] += int(result.metrics["tokens_trained"])
+        self.totals[k]["tokens_trained"] += int(result.metrics.get("imitation/tokens", 0))
+        self.totals[k]["tokens_forward"] += int(result.metrics["tokens_forward"])
+        self.totals[k]["tokens_forward"] += int(result.metrics.get("imitation/tokens", 0))
         self.totals[k]["dropped"] += len(result.dropped)
         self.totals[k]["nonfinite_updates"] += int(result.metrics["nonfinite_updates"])
 

@@ -45,7 +45,9 @@ PAIR_SERIES = (
 )
 CUMULATIVE = ("num_rollouts", "num_updates", "elapsed", "step")
 """Counts since the start: of several steps the last one counts, not the mean."""
-PHASES = {"sampling": "time/sample", "learning": "time/learn", "evaluating": "time/eval"}
+PHASES = {"sampling": ["time/sample"], "learning": ["time/score", "time/learn"], "evaluating": ["time/eval"]}
+BACKWARD = ("tokens_trained", "imitation/tokens")
+FORWARD = ("tokens_forward", "tokens_scored", "imitation/tokens")
 SHOWN_PARTS = 4
 """Of a mixture, by name."""
 CONFIG = {"algorithm": {"name": str}, "agents?": list, "task?": object}
@@ -137,10 +139,11 @@ def agent_data(agent: str, model: str, lines: Sequence[Data], summary: Data | No
         "final": accuracy[-1][1] if accuracy else None,
         "rollouts": last(column(lines, f"{agent}/num_rollouts")),
         "tokens": last(column(lines, f"{agent}/num_tokens")),
-        "tokens_trained": added(column(steps, f"{agent}/tokens_trained")),
+        "tokens_trained": added(value for name in BACKWARD for value in column(steps, f"{agent}/{name}")),
+        "tokens_forward": added(value for name in FORWARD for value in column(steps, f"{agent}/{name}")),
         "updates": last(column(lines, f"{agent}/num_updates")),
         "sample_seconds": added(column(steps, f"{agent}/time/sample")),
-        "learn_seconds": added(column(steps, f"{agent}/time/learn")),
+        "learn_seconds": added(value for name in PHASES["learning"] for value in column(steps, f"{agent}/{name}")),
         "peak_memory_gib": None,
     }
     told = ((summary or {}).get("agents") or {}).get(agent) or {}
@@ -163,7 +166,8 @@ def totals(ids: Sequence[str], lines: Sequence[Data], summary: Data | None) -> D
         "seconds": last(column(steps, "time/elapsed")) or added(column(steps, "step_time")),
         "rollouts": over_agents("num_rollouts"),
         "tokens": over_agents("num_tokens"),
-        "tokens_trained": added(value for agent in ids for value in column(steps, f"{agent}/tokens_trained")),
+        "tokens_trained": added(v for agent in ids for name in BACKWARD for v in column(steps, f"{agent}/{name}")),
+        "tokens_forward": added(v for agent in ids for name in FORWARD for v in column(steps, f"{agent}/{name}")),
         "updates": over_agents("num_updates"),
         "peak_memory_gib": None,
         "best_step": None,
@@ -224,8 +228,8 @@ def phase_seconds(ids: Sequence[str], steps: Sequence[Data], overlap: bool = Fal
     With `overlap` agents go on while answers are verified, else nobody does.
     """
     by_agent = {
-        phase: [[number(line.get(f"{agent}/{name}")) or 0.0 for agent in ids] for line in steps]
-        for phase, name in PHASES.items()
+        phase: [[sum(number(line.get(f"{agent}/{name}")) or 0.0 for name in names) for agent in ids] for line in steps]
+        for phase, names in PHASES.items()
     }
     whole = [number(line.get("step_time")) or 0.0 for line in steps]
     verifying = [number(line.get("time/verify")) or 0.0 for line in steps]

@@ -10,7 +10,7 @@ from hacrl.config import parse_algorithm
 def explanation_of(section: Any, num_agents: int) -> dict[str, str | None]:
     """The algorithm's sentences; none where this version does not know it, or not all of its options."""
     try:
-        told = parse_algorithm(section).explain(num_agents)
+        algorithm = parse_algorithm(section)
     except ValueError:
-        told = Explanation()
-    return asdict(told)
+        return {**asdict(Explanation()), "imitation": None}
+    return {**asdict(algorithm.explain(num_agents)), "imitation": algorithm.imitation.sentence()}

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from hacrl.agents.agent import Agent
 from hacrl.agents.retokenize import Dropped
+from hacrl.agents.supervised import Row
 from hacrl.errors import UserError
 from hacrl.task_config import TaskConfig
 from hacrl.tasks import build_task
@@ -18,14 +19,6 @@ from hacrl.tasks.task import Interleaving
 from hacrl.training.warmup.config import DataConfig, WarmupConfig
 
 MAX_DROPPED_IN_A_ROW = 1000
-
-
-@dataclass(frozen=True)
-class Row:
-    """A prompt and the completion to learn, with its end-of-turn token."""
-
-    prompt: list[int]
-    completion: list[int]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import Bases, resolve_model
+from hacrl.agents.supervised import SupervisedLearner
 from hacrl.algorithms import GSPO
 from hacrl.errors import UserError
 from hacrl.execution.executor import files_of
@@ -32,7 +33,6 @@ from hacrl.training.schedule import learning_rate
 from hacrl.training.warmup.config import WarmupAgentConfig, WarmupConfig
 from hacrl.training.warmup.rows import Rows
 from hacrl.training.warmup.start import resolve_tokenizer, starting_model
-from hacrl.training.warmup.supervised import SupervisedLearner
 from hacrl.yaml_settings import apply_overrides, read_source, with_overrides
 
 CONFIG_FILE = "warmup.yaml"
@@ -134,7 +134,7 @@ class Warmup:
             rows.check()
             if task is not None:
                 agent.check_prompts(task.eval_problems)
-            self.pupils.append(Pupil(own, agent, SupervisedLearner(agent), rows, 0, Counter(), {}, {}))
+            self.pupils.append(Pupil(own, agent, SupervisedLearner(agent.learner), rows, 0, Counter(), {}, {}))
 
     def _tell(self, rows: Rows) -> None:
         agent = rows.agent

@@ -61,8 +61,9 @@ function renderResult(parent, run) {
         sparkline(run.evals[agent.id]));
     })));
   } else place.append(empty("No accuracy: this run has no held-out problems, or has not come to its first evaluation."));
-  const head = ["agent", "start", "final", "best", "rollouts", "tokens sampled", "tokens trained", "updates", "sampling", "learning", "memory, GiB"];
-  const costs = (row) => [count(row.rollouts), count(row.tokens), count(row.tokens_trained), count(row.updates)];
+  const forward = (cell) => (run.totals.tokens_forward ? [cell] : []);
+  const head = ["agent", "start", "final", "best", "rollouts", "tokens sampled", "tokens trained", ...forward("tokens forward"), "updates", "sampling", "learning", "memory, GiB"];
+  const costs = (row) => [count(row.rollouts), count(row.tokens), count(row.tokens_trained), ...forward(count(row.tokens_forward)), count(row.updates)];
   const rows = run.agents.map((agent, i) => [
     agentName(agent.id, i), fixed(agent.start), fixed(agent.final),
     known(agent.best) ? [fixed(agent.best), el("span", { class: "when" }, ` (step ${agent.best_step})`)] : NONE,
@@ -76,7 +77,7 @@ function renderResult(parent, run) {
 
 // What is our choice in the algorithms of these runs, each said once.
 function renderDecisions(place, runs) {
-  for (const decision of new Set(runs.map((run) => run.explanation.decision).filter(Boolean))) place.append(el("p", { class: "decision" }, decision));
+  for (const told of new Set(runs.flatMap((run) => [run.explanation.imitation, run.explanation.decision]).filter(Boolean))) place.append(el("p", { class: "decision" }, told));
 }
 
 // An agent's accuracy in a corner of its card; the chart below has the numbers.

@@ -174,11 +174,13 @@ function renderAccounting(parent, { study, variantName }) {
   if (!rows.length) { place.append(empty("No run is done yet.")); return; }
   const onGpus = rows.some((row) => row.gpu_seconds != null);
   const gpuTime = (cell) => (onGpus ? [cell] : []);
+  const anyForward = rows.some((row) => row.tokens_forward);
+  const forward = (cell) => (anyForward ? [cell] : []);
   for (const [pair, own] of byPair(study, rows)) {
-    place.append(table(["variant", "agent", "rollouts", "tokens sampled", "tokens trained", "updates", "time", ...gpuTime("GPU time"), "sampling", "learning", "memory, GiB"],
+    place.append(table(["variant", "agent", "rollouts", "tokens sampled", "tokens trained", ...forward("tokens forward"), "updates", "time", ...gpuTime("GPU time"), "sampling", "learning", "memory, GiB"],
       own.flatMap((row) => {
         const agents = (study.agents || []).filter((each) => each.pair === pair && each.variant === row.variant && each.accounting);
-        const costs = (each) => [count(each.rollouts), count(each.tokens), count(each.tokens_trained), count(each.updates)];
+        const costs = (each) => [count(each.rollouts), count(each.tokens), count(each.tokens_trained), ...forward(count(each.tokens_forward)), count(each.updates)];
         return [
           { class: "first", cells: [variantName(row.variant), el("b", {}, "in all"), ...costs(row), duration(row.seconds), ...gpuTime(row.gpu_seconds == null ? "–" : duration(row.gpu_seconds)), "", "", fixed(row.peak_memory_gib, 2)] },
           ...agents.map((each) => [el("span", { class: "hidden" }, String(row.variant)), agentName(each.agent, agentsOf(study, pair).indexOf(each.agent)), ...costs(each.accounting), "", ...gpuTime(""), duration(each.accounting.sample_seconds), duration(each.accounting.learn_seconds), fixed(each.accounting.peak_memory_gib, 2)]),

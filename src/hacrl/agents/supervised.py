@@ -1,20 +1,28 @@
-"""Updates of one agent from written completions: the mean negative log-probability of their tokens."""
+"""Supervised updates of a model: the mean negative log-probability of the tokens of written completions."""
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hacrl.agents.agent import Agent
-from hacrl.training.warmup.rows import Row
+from hacrl.agents.updating import Updater
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt and the completion to learn, with its end-of-turn token."""
+
+    prompt: list[int]
+    completion: list[int]
 
 
 class SupervisedLearner:
     """Drives the model and the optimizer of an agent's learner with another objective."""
 
-    def __init__(self, agent: Agent) -> None:
-        self.learner, self.policy = agent.learner, agent.learner.policy
+    def __init__(self, learner: Updater) -> None:
+        self.learner, self.policy = learner, learner.policy
 
     def update(self, rows: Sequence[Row], learning_rate: float, step: int) -> dict[str, float]:
         """One optimizer update; left out and counted if it is not finite."""

@@ -1,0 +1,105 @@
+"""Imitation: one agent's collection of right answers, and its supervised updates on them."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hacrl.agents.supervised import Row, SupervisedLearner
+from hacrl.agents.updating import Updater
+from hacrl.algorithms import Imitation
+from hacrl.seeding import IMITATE
+
+
+class Imitator:
+    """Keeps right answers in the tokens of one agent and, with `restart`, the weights that the run began with."""
+
+    def __init__(self, learner: Updater, options: Imitation, index: int, seed: int) -> None:
+        self.learner, self.options, self.index, self.seed = learner, options, index, seed
+        self.rows: list[Row] = []
+        self.logps: list[float] = []
+        """The log-probability of each answer when it was sampled, over the tokens that it has here."""
+        self._start: list[Tensor] = []
+        if options.restart and options.when in ("middle", "end"):
+            self._start = [weight.detach().to("cpu", copy=True) for weight in learner.weights.weights]
+
+    def keep(self, row: Row, logp_sum: float) -> None:
+        """Keep a right answer; `logp_sum` is that of its source."""
+        self.rows.append(row)
+        self.logps.append(logp_sum / len(row.completion))
+
+    def imitate(self, step: int, learning_rate: float) -> dict[str, float]:
+        """Supervised updates on what was kept; `learning_rate` is the agent's."""
+        if not self.rows:
+            return {"imitation/answers": 0, "imitation/updates": 0}
+        options = self.options
+        once = options.when != "step"
+        if once:
+            self._restore_start()
+            self.learner.new_optimizer()
+        supervised = SupervisedLearner(self.learner)
+        batches = self._batches(step)
+        done: list[dict[str, float]] = []
+        for number, rows in enumerate(batches):
+            falling = 1 - number / len(batches) if once else 1.0
+            done.append(supervised.update(rows, options.rate * learning_rate * falling, step))
+        if once:
+            self.learner.new_optimizer()
+        answers = len(self.rows)
+        if options.when != "end":  # a run that is lengthened afterwards imitates all answers at its new end
+            self.rows, self.logps = [], []
+        return {
+            "imitation/answers": answers,
+            "imitation/updates": len(done) - sum(one["nonfinite_updates"] for one in done),
+            "imitation/nonfinite_updates": sum(one["nonfinite_updates"] for one in done),
+            "imitation/tokens": sum(one["tokens_trained"] for one in done),
+            "imitation/loss": float(np.mean([one["loss"] for one in done])),
+        }
+
+    def _batches(self, step: int) -> list[list[Row]]:
+        """The answers of each update, about as many each.
+
+        Pass after pass over all of them, each in another order; with `confidence`, drawn one by one instead.
+        """
+        count, options = len(self.rows), self.options
+        wanted = max(round(options.epochs * count), 1)
+        random = np.random.default_rng((self.seed, IMITATE, step, self.index))
+        if options.confidence:
+            weights = np.exp(options.confidence * (np.array(self.logps) - max(self.logps)))
+            order = random.choice(count, wanted, p=weights / weights.sum())
+        else:
+            order = np.concatenate([random.permutation(count) for _ in range(-(-wanted // count))])[:wanted]
+        parts = np.array_split(order, max(round(wanted / options.batch_size), 1))
+        return [[self.rows[place] for place in part] for part in parts]
+
+    def _restore_start(self) -> None:
+        if self._start:
+            weights = self.learner.weights
+            with torch.no_grad():
+                for weight, start in zip(weights.weights, self._start, strict=True):
+                    weight.copy_(start)
+            weights.publish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The answers as numbers: lengths of prompt and completion in turn, and all their tokens."""
+        texts = [ids for row in self.rows for ids in (row.prompt, row.completion)]
+        return {
+            "lengths": _numbers(map(len, texts)),
+            "tokens": _numbers(token for ids in texts for token in ids),
+            "logps": torch.tensor(self.logps, dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        tokens, place, texts = state["tokens"].tolist(), 0, []
+        for length in state["lengths"].tolist():
+            texts.append(tokens[place : place + length])
+            place += length
+        self.logps = state["logps"].tolist()
+        self.rows = [Row(prompt, completion) for prompt, completion in zip(texts[::2], texts[1::2], strict=True)]
+
+
+def _numbers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(array("i", values), dtype=torch.int32)

@@ -1,0 +1,86 @@
+"""On-policy distillation between agents: each learns from its own rollouts, and others say what each token is worth.
+
+    A_t = reward_weight * A + weight * mean over teachers of (log p_teacher - log p_learner)
+
+A is GRPO's advantage of the rollout; log p_learner is the one at sampling, without a gradient. Where the teacher has
+another vocabulary, tokens are compared by the smallest spans of equal text (`log_gap`, after arXiv 2606.09456). The
+mean of the difference over the learner's own tokens estimates -KL(learner || teacher). Terms are GRPO's with A_t.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hacrl.algorithms.advantage import Advantages, group_advantages
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
+from hacrl.algorithms.grpo import grpo_terms
+from hacrl.algorithms.spans import LONGEST_SPAN, Reading, log_gap
+
+
+@dataclass(frozen=True)
+class OPD(Algorithm):
+    scores_by_others: ClassVar[bool] = True
+
+    name: Literal["opd"] = "opd"
+    weight: float = 1.0
+    """Weight of what the teachers say."""
+    reward_weight: float = 1.0
+    """Weight of the reward's advantage; 0 is distillation alone."""
+    teachers: Literal["all", "stronger"] = "all"
+    """Who scores a learner's rollouts: every other agent, or only those with a higher capability C in this step."""
+    clamp: float = 10.0
+    """The largest difference of a token to one teacher, either way."""
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28
+
+    def teachers_of(self, learner: int, capabilities: Sequence[float | None]) -> list[int]:
+        others = [j for j in range(len(capabilities)) if j != learner]
+        if self.teachers == "all":
+            return others
+        own = capabilities[learner]
+        return [
+            j for j in others if own is not None and (capability := capabilities[j]) is not None and capability > own
+        ]
+
+    def advantages(
+        self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
+    ) -> Advantages:
+        found = group_advantages(rewards_N, prompt_N, self.scale_rewards)
+        return replace(found, advantage_N=self.reward_weight * found.advantage_N)
+
+    def token_advantages(self, own: Reading, others: Sequence[Reading | None]) -> Tensor:
+        readers = sum(other is not None for other in others)
+        unread = [math.nan] * len(own.logps)
+        gaps = [unread if other is None else log_gap(own, other) for other in others]
+        gap_JT = torch.tensor(gaps, dtype=torch.float64).view(len(others), len(own.logps))
+        return self.weight / max(readers, 1) * gap_JT.clamp(-self.clamp, self.clamp)
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        return grpo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+
+    def explain(self, num_agents: int) -> Explanation:
+        who = "the other agents" if self.teachers == "all" else "the agents with a higher C"
+        band = (
+            f"with the band {1 - self.epsilon:g} to {1 + self.epsilon_high:g}: above it a token with A > 0 teaches "
+            "nothing, and below it one with A < 0; a rollout is kept if one of its tokens teaches."
+        )
+        if self.loss_type == "cispo":
+            band = f"at most {self.epsilon_high:g}, and without a band."
+        return Explanation(
+            ratio=ratio_sentence(),
+            own_weight=(
+                f"A differs from token to token: it is {self.reward_weight:g} times the reward's, plus {self.weight:g} "
+                f"times how much more likely the token is for {who} than it was for the learner (the mean of the "
+                f"differences of log-probabilities, each at most {self.clamp:g} either way). Between tokenizers it is "
+                f"taken over spans of equal text of at most {LONGEST_SPAN} tokens. The A shown for a rollout is the "
+                "mean over its tokens. Each token has as its weight its own ratio, of now to when it was sampled, "
+                f"{band}"
+            ),
+            capability=capability_sentence(CapabilityOptions(), used=self.teachers == "stronger"),
+        )

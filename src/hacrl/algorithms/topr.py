@@ -1,0 +1,50 @@
+"""TOPR (arXiv 2503.14286): right answers as they are, wrong ones as far as the learner would still give them.
+
+Everybody's rollouts of a prompt are one group, and one rule holds for own and foreign ones:
+
+    term = w A logp / len        w = 1 where A > 0, min(pi / mu, 1) where A < 0; constant
+
+pi / mu is how much more likely the whole answer is for the learner than it was for its source, not its mean over
+tokens as in GSPO. As we read it: the reward less a baseline is the group-relative advantage, and log-probabilities
+are means over tokens, so that a learning rate means the same as for the other algorithms.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
+from hacrl.algorithms.explanation import Explanation, ratio_sentence
+from hacrl.algorithms.foreign import as_if_on_policy, unbounded
+from hacrl.algorithms.importance import sequence_log_ratio
+
+WEIGHT = (
+    "has the weight 1 where A > 0. Where A < 0, its weight is how much more likely the whole answer is for the learner "
+    "than it was for its source, at most 1."
+)
+
+
+@dataclass(frozen=True)
+class TOPR(Algorithm):
+    shares_rollouts: ClassVar[bool] = True
+    keeps_all: ClassVar[bool] = True
+
+    name: Literal["topr"] = "topr"
+
+    def terms(self, sequences: Sequences, update: int) -> Terms:
+        log_ratio_N = sequence_log_ratio(
+            sequences.logp_N.detach(), sequences.length_N, sequences.old_logp_N, sequences.old_length_N
+        )
+        likelier_N = (sequences.logp_N.detach() - sequences.old_logp_N).clamp(max=0.0).exp()
+        weight_N = torch.where(sequences.advantage_N < 0, likelier_N, 1.0)
+        return unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, log_ratio_N)
+
+    def explain(self, num_agents: int) -> Explanation:
+        return Explanation(
+            ratio=ratio_sentence(),
+            own_weight=f"An own rollout {WEIGHT}",
+            weight=f"A foreign rollout {WEIGHT}",
+            capability=capability_sentence(CapabilityOptions(), used=False),
+        )

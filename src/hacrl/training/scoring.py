@@ -1,0 +1,61 @@
+"""Other agents' word on a learner's own rollouts: who is asked about what, and what it adds to advantages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from hacrl.algorithms import Algorithm, Reading
+from hacrl.execution.executor import Executor
+from hacrl.rollouts.rollout import Rollout
+
+
+@dataclass
+class Scores:
+    """What teachers said in one step."""
+
+    token_advantages: list[list[np.ndarray]]
+    """By learner and own rollout."""
+    pairs: list[dict[int, dict[str, float]]]
+    """Metrics, by learner and teacher."""
+    tokens: list[int]
+    """How many each agent scored for others."""
+
+
+def scores_of(
+    algorithm: Algorithm,
+    rollouts: Sequence[Sequence[Rollout]],
+    capabilities: Sequence[float | None],
+    executor: Executor,
+) -> Scores:
+    """Let each learner's teachers score its rollouts, which are given by agent."""
+    agents = range(len(rollouts))
+    teachers = [algorithm.teachers_of(k, capabilities) for k in agents]
+    # Between vocabularies texts are compared: the learner says where its own tokens end.
+    several = len({rollout.vocabulary for own in rollouts for rollout in own}) > 1
+    asked = [[*teachers[k], k] if several and teachers[k] else teachers[k] for k in agents]
+    requests = [[rollout for k in agents if j in asked[k] for rollout in rollouts[k]] for j in agents]
+    answers = [iter(readings) for readings in executor.score(requests)]
+    scores = Scores([], [{} for _ in agents], [0 for _ in agents])
+    for k, own in enumerate(rollouts):
+        readings = {j: list(islice(answers[j], len(own))) for j in asked[k]}
+        own_readings = readings.pop(k, [Reading(rollout.logps) for rollout in own])
+        added = []
+        for row, reading in enumerate(own_readings):
+            assert reading is not None
+            added.append(algorithm.token_advantages(reading, [readings[j][row] for j in teachers[k]]))
+        scores.token_advantages.append([added_JT.nan_to_num(0.0).sum(0).numpy() for added_JT in added])
+        for position, j in enumerate(teachers[k]):
+            scores.tokens[j] += sum(len(reading.logps) for reading in readings[j] if reading is not None)
+            if own:
+                scores.pairs[k][j] = metrics(torch.cat([added_JT[position] for added_JT in added]))
+    return scores
+
+
+def metrics(added_M: torch.Tensor) -> dict[str, float]:
+    """What one teacher adds to the advantages of a learner's tokens; NaN where it says nothing."""
+    known_M = added_M[~added_M.isnan()]
+    found = {"scored": len(known_M) / len(added_M)}
+    return found | ({"token_advantage": float(known_M.mean())} if len(known_M) else {})
