@@ -1,4 +1,7 @@
-"""What docs/algorithm.md, section 18, proves about robust HACPO, checked on its code."""
+"""What docs/algorithm.md, section 18, proves about robust HACPO, checked on its code.
+
+Policies that are not tables, and sources at several overlaps, are in test_alignment.py.
+"""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_the_numbers_of_a_chart_as_a_table(tab: Tab, two: Path) -> None:
     ("agents", "algorithm", "reason"),
     [
         (("solo",), "hacpo", "This run has one agent: nothing is shared."),
-        (TWO, "gspo", "gspo uses an agent's own rollouts only"),
+        (TWO, "gspo", "Under gspo others' rollouts have no term"),
     ],
 )
 def test_empty_places_say_why(tab: Tab, tmp_path: Path, agents: tuple[str, ...], algorithm: str, reason: str) -> None:
@@ -258,6 +258,7 @@ def test_the_report_says_what_the_algorithm_says(tab: Tab, make_config: MakeConf
     assert [sentence for sentence in own if sentence not in shown] == []
     anybodys = {sentence for each in SENTENCES.values() for sentence in each.values() if sentence}
     assert [sentence for sentence in anybodys - own if sentence in shown] == []
+    assert "nothing is shared" not in shown  # rft imitates others' answers, and in opd others score
     assert ("ω" in shown) == (told.omega is not None)
     assert bool(re.search(r"\bband\b|\bclip", shown.replace(rollouts, ""))) == (told.band is not None)
 
@@ -275,6 +276,17 @@ def test_the_report_says_what_the_algorithm_says(tab: Tab, make_config: MakeConf
     for by_source, tooltip, has_band in found:
         expected = "band" in (told.own_weight or "") if by_source else told.band is not None
         assert has_band == ("band" in tooltip) == expected
+
+
+def test_sources_of_which_nothing_is_used_are_not_drawn(tab: Tab, make_config: MakeConfig) -> None:
+    algorithm = {"name": "hacpo", "cross_weight": 0}
+    config = make_config(algorithm=algorithm, task={"name": "arithmetic", "eval_size": 2})
+    tab.open(write_report(train(config, console=Console(file=io.StringIO())).run_dir))
+    tab.scroll_through()
+    assert curves(tab, "sources") == []
+    assert [place.text for place in tab.all("#sources .empty")] == [
+        f"{agent.id} used no rollout of others." for agent in config.agents
+    ]
 
 
 def test_a_ratio_that_is_always_1_is_not_drawn(tab: Tab, make_config: MakeConfig) -> None:
@@ -494,7 +506,7 @@ def test_the_run_in_detail_is_chosen(tab: Tab, study: Path) -> None:
     tab.choose("seed", "2")
     assert tab.text("h3.chosen") == "state · gspo_x2 · seed 2"
     assert 0 < len(tab.all("#chosen .plot")) < before
-    assert "gspo uses an agent's own rollouts only" in tab.text("#one-overlap .empty")
+    assert "Under gspo others' rollouts have no term" in tab.text("#one-overlap .empty")
     tab.scroll_through()
     tab.browse()
     line = json.loads(

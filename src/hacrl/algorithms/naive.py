@@ -43,4 +43,12 @@ class Naive(Algorithm):
             band=None
             if self.loss_type == "cispo"
             else clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high),
+            decision=self._decision() if num_agents > 1 else None,
+        )
+
+    def _decision(self) -> str:
+        taken, other = ("its source", "own") if self.ratio == "source" else ("the learner itself", "source")
+        return (
+            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here it "
+            f"is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
         )

@@ -28,7 +28,7 @@ const REWARDS = {
 function renderRollouts(parent, run, index, packed, maxMb) {
   const place = section(parent, "rollouts", "Rollouts", "What the agents wrote. Beside each answer stands what every learner made of it: the ratio s, the advantage A, and whether the rollout was kept.");
   const { ratio, own_weight: ownWeight, weight } = run.explanation;
-  place.append(el("p", { class: "small" }, sentences(ratio, ownWeight, ...(whyNothingIsShared(run) ? [] : [weight, leavesOut(run)]))));
+  place.append(el("p", { class: "small" }, sentences(ratio, ownWeight, ...(whyNothingIsShown(run) ? [] : [weight, leavesOut(run)]))));
   browser = null;
   if (!packed.of) { place.append(empty("This run has no rollouts yet.")); return; }
   if (packed.steps.length < packed.of) {

@@ -11,9 +11,9 @@ function timeUnit(seconds) {
 
 const others = (run, learner) => run.agents.map((agent, j) => ({ ...agent, index: j })).filter((agent) => agent.id !== learner.id);
 
-function whyNothingIsShared(run) {
+function whyNothingIsShown(run) {
   if (run.agents.length < 2) return "This run has one agent: nothing is shared.";
-  if (!run.shares) return `${run.algorithm} uses an agent's own rollouts only: nothing is shared.`;
+  if (!run.shares) return `Under ${run.algorithm} others' rollouts have no term in what an agent maximises: there is no ratio or weight to show.`;
   if (!run.series.step) return "No step has been logged yet.";
   return null;
 }
@@ -148,7 +148,7 @@ function renderLearning(parent, run) {
 
 function renderCapability(parent, run) {
   const { capability, omega } = run.explanation;
-  const reason = whyNothingIsShared(run);
+  const reason = whyNothingIsShown(run);
   const place = section(parent, "capability", "Capability", sentences("How able the agents are while they train.", reason ? null : omega));
   const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": "340px" } }));
   const there = run.agents.some((agent) => run.series[`${agent.id}/capability`]);
@@ -183,7 +183,7 @@ function renderCapability(parent, run) {
 
 function renderOverlap(parent, run) {
   const { ratio, weight, band } = run.explanation;
-  const reason = whyNothingIsShared(run);
+  const reason = whyNothingIsShown(run);
   const place = section(parent, "overlap", "The ratio s of others' rollouts", reason ? "How likely a learner finds the others' rollouts." : sentences(ratio, weight, "Rollouts with A = 0 are not counted."));
   if (reason) { place.append(empty(reason)); return; }
   place.append(legend([
@@ -227,7 +227,7 @@ function overlapSentence(medians, kept) {
 
 function renderKept(parent, run) {
   const { band } = run.explanation;
-  const reason = whyNothingIsShared(run);
+  const reason = whyNothingIsShown(run);
   if (!reason && !leavesOut(run)) return; // every rollout with an advantage is kept
   const shown = band ? [["kept_positive", "right", "solid"], ["kept_negative", "wrong", "5px,3px"]] : [["kept_negative", "wrong", "5px,3px"]];
   const which = band ? "right ones (A > 0, solid) and wrong ones (A < 0, dashed)" : "wrong ones (A < 0); right ones (A > 0) are always kept";
@@ -254,7 +254,7 @@ function renderKept(parent, run) {
 
 function renderMatrix(parent, run) {
   const place = section(parent, "sources", "Who learned from whom", "The share of each source in what a learner maximises: the sum of |weight × advantage| of the rollouts that were kept, each as it counts in its mean.");
-  const reason = whyNothingIsShared(run);
+  const reason = whyNothingIsShown(run);
   if (reason) { place.append(empty(reason)); return; }
   const whole = run.agents.map((learner) => run.agents.reduce((sum, source) => sum + (run.mass[learner.id][source.id] || 0), 0));
   if (!whole.some((sum) => sum > 0)) { place.append(empty("No gradient mass was logged: no rollout had an advantage and was kept.")); return; }
@@ -270,6 +270,10 @@ function renderMatrix(parent, run) {
       }))))))));
   run.agents.forEach((learner, k) => {
     const masses = run.agents.map((source) => smooth(run.series[source.id === learner.id ? `${learner.id}/gradient_mass` : `${learner.id}/from_${source.id}/gradient_mass`] || run.series.step.map(() => 0)));
+    if (always(masses.filter((_, j) => j !== k), 0)) {
+      grid.append(el("figure", {}, empty(`${learner.id} used no rollout of others.`)));
+      return;
+    }
     const sum = sums(masses);
     const parts = run.agents.map((source, j) => ({ name: source.id, x: run.series.step, colour: agentColour(j), y: masses[j].map((mass, i) => (sum[i] ? (mass || 0) / sum[i] : 0)) }));
     addFigure(grid, {
@@ -283,7 +287,7 @@ function renderMatrix(parent, run) {
 
 function renderCosine(parent, run) {
   const place = section(parent, "agreement", "Do the gradients agree?", "The angle between what an agent's own rollouts and the others' rollouts would do to its weights.");
-  const reason = whyNothingIsShared(run);
+  const reason = whyNothingIsShown(run);
   const lines = run.agents.flatMap((agent, i) => {
     const y = run.series[`${agent.id}/grad_cosine`];
     return y ? [{ name: agent.id, x: run.series.step, y: smooth(y), raw: y, colour: agentColour(i) }] : [];
