@@ -32,7 +32,7 @@ console = Terminal()
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_MESSAGE = 10_000
 """Characters of an error that are shown: a value in it may be a whole file."""
-NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 Source = Annotated[str, typer.Argument(metavar="PRESET_OR_YAML", help="A preset, a YAML file, or a run to resume.")]
 Overrides = Annotated[

@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.execution import private_ray
 from hacrl.tasks.keeper import descendants
 from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir
@@ -238,6 +239,21 @@ def test_an_agent_on_two_nodes_is_the_same_to_the_bit_and_lost_with_one_of_its_p
     assert_equal_runs(tmp_path / "run", reference)
 
 
+def test_ranks_on_one_machine_meet_without_a_port_that_others_reach(tmp_path: Path, temporary: Path) -> None:
+    others = descendants(os.getpid())
+    listening: dict[str, list[str]] = {}
+
+    def look() -> None:
+        wait_for_step(tmp_path / "run", 1)
+        listening.update(listening_sockets(others))
+
+    agents = [{"id": "b", "model": "zoo:neox-pair", "fsdp": 2}]
+    with meanwhile(look):
+        train(config(tmp_path / "run", execution="ray", agents=agents, max_steps=2))
+    assert any("AgentProcess" in name for name in listening)
+    assert {address for found in listening.values() for address in found} == {"127.0.0.1"}, listening
+
+
 def is_alive(process: psutil.Process) -> bool:
     """Whether it does anything: one that has ended may wait for ever for whoever adopted it."""
     with suppress(psutil.NoSuchProcess):
@@ -264,6 +280,11 @@ def test_a_killed_driver_leaves_no_process_and_the_run_goes_on(local: Path, tmp_
         time.sleep(0.1)
     train(resumed_config(tmp_path / "run", ["execution=local"]), resume=True)
     assert_equal_runs(tmp_path / "run", local)
+    assert len(list(temporary.glob("ray-*"))) == 1
+    (temporary / "ray-alive").mkdir()
+    private_ray._take(temporary / "ray-alive")
+    private_ray._clear_away(str(temporary))  # as the next start does
+    assert [path.name for path in temporary.glob("ray-*")] == ["ray-alive"]
 
 
 def test_a_killed_node_moves_its_agent_to_another(

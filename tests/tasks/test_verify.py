@@ -403,14 +403,60 @@ def test_a_function_that_forks_and_returns_in_both_processes():
 def test_an_answer_to_another_call_is_not_taken(folder):
     """Not even if the function writes one to the socket itself."""
     (folder / "liar.py").write_text(
-        "import gc, pickle, socket\n"
+        "import gc, json, socket\n"
         "def lie(completions, **columns):\n"
         "    [channel] = [found for found in gc.get_objects() if isinstance(found, socket.socket)]\n"
-        "    channel.sendall(pickle.dumps((int(completions[0]) - 1, True, [-1.0])))\n"
+        "    channel.sendall(json.dumps([int(completions[0]) - 1, True, [-1.0]]).encode() + b'\\n')\n"
         "    return [float(completions[0])]\n"
     )
     with Verifier([("liar:lie", 1.0)]) as verifier:
         assert [score(verifier, text)[0].reward for text in "123"] == [1.0, 2.0, 3.0]
+
+
+def test_an_answer_that_the_function_writes_itself_runs_no_code(folder):
+    """Only JSON is read: anything else ends the process of the function."""
+    (folder / "pickler.py").write_text(
+        "import gc, os, pickle, socket\n"
+        "class Evil:\n"
+        "    def __reduce__(self):\n"
+        "        return os.mkdir, ('ran',)\n"
+        "def lie(completions, **columns):\n"
+        "    [channel] = [found for found in gc.get_objects() if isinstance(found, socket.socket)]\n"
+        "    channel.sendall(pickle.dumps((1, True, Evil())) + b'\\n')\n"
+        "    return [1.0]\n"
+    )
+    with Verifier([("pickler:lie", 1.0)]) as verifier:
+        assert score(verifier, "a")[0].problem == "error"
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "raised Mute"),
+    ],
+)
+def test_exceptions_that_are_hard_to_tell(folder, capfd, body, told):
+    (folder / "odd.py").write_text(f"def fail(completions, **columns):\n    {body}\n")
+    with Verifier([("odd:fail", 1.0)]) as verifier, pytest.raises(UserError, match=told):
+        score(verifier, "a")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_a_function_prints_cannot_take_over_the_terminal(folder, capfd):
+    (folder / "loud.py").write_text(
+        "import os, sys\n"
+        "def score(completions, **columns):\n"
+        "    print('\\x1b[31mred')\n"
+        "    print('10%\\r20%', file=sys.stderr)\n"
+        "    os.system(r'printf \"\\033[2Jgone\\n\"')\n"
+        "    return [1.0]\n"
+    )
+    with Verifier([("loud:score", 1.0)]) as verifier:
+        assert score(verifier, "a")[0].reward == 1.0
+    printed = capfd.readouterr().err
+    assert printed.splitlines() == [r"\x1b[31mred", "10%", "20%", r"\x1b[2Jgone"]
 
 
 def spoils(prompts, completions, answer, words, **columns):

@@ -16,8 +16,8 @@ from torch import Tensor
 from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
-from hacrl.tasks import build_task
 from hacrl.task_config import TaskConfig
+from hacrl.tasks import build_task
 
 PAIR = ("llama-plus", "llama-minus")
 
@@ -111,7 +111,9 @@ def report(agent: Agent, own: list, foreign: list) -> None:
         "all, both with the exact ratio": centred_N * exact_N,
         "every answer alike (the source's style)": s_N / sigma_N.clamp(min=0.1),
     }
-    print(f"\n{agent.config.id}: mean reward {own_N.mean():.3f}, partner {foreign_N.mean():.3f}, mean s {s_N.mean():.3f}")
+    print(
+        f"\n{agent.config.id}: mean reward {own_N.mean():.3f}, partner {foreign_N.mean():.3f}, mean s {s_N.mean():.3f}"
+    )
     print(f"| {'rollouts of the partner':45} | cosine | length | sum of weights |\n|---|---|---|---|")
     for name, weight_N in rows.items():
         if weight_N is None:
@@ -119,7 +121,9 @@ def report(agent: Agent, own: list, foreign: list) -> None:
             continue
         found = gradient(agent, foreign, weight_N)
         cosine, length = torch.cosine_similarity(found, whole, 0), found.norm() / whole.norm()
-        print(f"| {name:45} | {cosine:+.3f} | {length:.2f} | {weight_N.sum() / weight_N.abs().sum():+.2f} |", flush=True)
+        print(
+            f"| {name:45} | {cosine:+.3f} | {length:.2f} | {weight_N.sum() / weight_N.abs().sum():+.2f} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -83,9 +83,13 @@ def load_model_config(config: AgentConfig) -> Any:
 def _open_config(config: AgentConfig, source: str) -> Any:
     with _opening(config, source, "config.json"):
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        layers = getattr(model_config.get_text_config(), "num_hidden_layers", 0)
-        if layers > MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MAX_LAYERS:,}")
+        layers = getattr(model_config.get_text_config(), "num_hidden_layers", 1)
+        if not 1 <= layers <= MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {layers:,}; it must lie between 1 and {MAX_LAYERS:,}")
+        rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+        theta = rope.get("rope_theta", 1.0)
+        if isinstance(theta, int | float) and not theta > 0:
+            raise ValueError(f"rope_theta is {theta}; it must be above 0")
     return model_config
 
 

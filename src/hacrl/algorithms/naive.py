@@ -49,6 +49,6 @@ class Naive(Algorithm):
     def _decision(self) -> str:
         taken, other = ("its source", "own") if self.ratio == "source" else ("the learner itself", "source")
         return (
-            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here it "
-            f"is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
+            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here "
+            f"it is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
         )

@@ -1,11 +1,12 @@
 """A private Ray instance, started for one run on this machine: it listens on loopback and ends with the run."""
 
+import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ from hacrl.errors import warn
 LOOPBACK = "127.0.0.1"
 LONGEST = 30
 """Bytes of the path of the temporary folder: the path of a Unix socket has at most 107, and Ray adds 77."""
+OWNER = "owner"
+"""The file in the folder that the process which started it keeps locked as long as it lives."""
 ENDING = 10.0
 """Seconds for Ray's processes to write their last lines."""
 
 
 def start(**options: Any) -> Path:
     """Start it and connect to it; returns the folder of its sockets and logs, which belongs to it alone."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=_short_folder()))
+    place = _short_folder()
+    _clear_away(place)
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=place))
+    _take(folder)
     try:
         with _on_loopback():
             ray.init(
@@ -49,6 +55,21 @@ def remove(folder: Path) -> None:
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take(folder: Path) -> None:
+    """Lock the folder's owner file until this process ends; it has its name only once it is locked."""
+    file = os.open(folder / "new", os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    (folder / "new").rename(folder / OWNER)
+
+
+def _clear_away(place: str) -> None:
+    """Remove the folders of instances whose process was killed: nobody locks their owner file any more."""
+    for owner in Path(place).glob(f"ray-*/{OWNER}"):
+        with suppress(OSError), owner.open("rb") as file:  # locked, gone, or somebody else's
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 @contextmanager

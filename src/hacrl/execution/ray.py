@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from hacrl import __version__
 from hacrl.agents.agent import Traits
@@ -161,6 +162,8 @@ class RayExecutor:
         """Where the ranks of an agent find each other, if there are several."""
         if self.agents[first.agent].fsdp == 1:
             return ""
+        if self.folder is not None:  # on this machine: without a port that others could reach
+            return f"file://{self.folder}/{uuid4().hex}"
         assert first.place is not None
         return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
 

@@ -1,11 +1,11 @@
 """The child process of a reward function: loads it, then answers calls until its parent is gone.
 
 Started by `keeper.py`, by its path, with the standard library alone, so that it starts fast whatever `hacrl` imports.
-Messages are pickles of plain tuples, in turn, over one socket; `worker.py` is the other end:
+Messages go in turn over one socket, to the child as pickles, back as lines of JSON; `worker.py` is the other end:
 
     to the child            back
-    (function, sys.path)    (0, True, None), or (0, False, what went wrong)
-    (number, arguments)     (number, True, rewards), or (number, False, what went wrong)
+    (function, sys.path)    [0, true, null], or [0, false, what went wrong]
+    (number, arguments)     [number, true, rewards], or [number, false, what went wrong]
 
 "What went wrong" continues the sentence "Reward function f ...". The number says which call an answer belongs to. A
 copy of this process, made by a function that forks and returns in both, ends without an answer.
@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import numbers
 import os
@@ -105,14 +106,18 @@ def call(function: RewardFunction, arguments: dict[str, Any]) -> list[float | No
     return [None if value is None else float(value) for value in values]
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """What an exception says, and the last line of the user's own code that it came through."""
     if isinstance(error, Unusable):
         return str(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<"))]
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"raised {type(error).__name__}: {error}{place}"
+    try:
+        message = f": {error}"
+    except Exception:  # of its own __str__
+        message = ""
+    return f"raised {type(error).__name__}{message}{place}"
 
 
 def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
@@ -120,7 +125,7 @@ def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
     process = os.getpid()
     try:
         return True, action(*arguments)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return False, explain(error)
     finally:
         if os.getpid() != process:  # a copy, made by a fork
@@ -132,10 +137,14 @@ def serve(connection: socket.socket) -> None:
     name, path = pickle.load(requests)
     sys.path[:] = path
     loaded, function = attempt(load, name)
-    connection.sendall(pickle.dumps((0, loaded, None if loaded else function)))
+    connection.sendall(line((0, loaded, None if loaded else function)))
     while loaded:
         number, arguments = pickle.load(requests)
-        connection.sendall(pickle.dumps((number, *attempt(call, function, arguments))))
+        connection.sendall(line((number, *attempt(call, function, arguments))))
+
+
+def line(answer: tuple[int, bool, Any]) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ the two.
 """
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -13,9 +14,13 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
+from hacrl.errors import harmless
 from hacrl.tasks import child, keeper
+
+LONGEST_LINE = 10_000
+"""Characters that a function prints without a line break before they are shown."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,17 @@ class Worker:
         command = [sys.executable, "-I", "-S", keeper.__file__, *map(str, [*fds, os.getpid(), memory])]
         with theirs, its:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                pass_fds=fds,
+                start_new_session=True,
             )
+        self._printing = threading.Thread(target=show, args=(self._process.stdout,), daemon=True)
+        self._printing.start()
         self._control.settimeout(1.0)
         self._replies = self._socket.makefile("rb")
         self._socket.sendall(pickle.dumps(self._order))
@@ -104,8 +118,8 @@ class Worker:
             if message is not None:
                 self._socket.sendall(pickle.dumps(message))
             while answer is None or answer[0] != self._number:  # never what somebody else has answered
-                answer = pickle.load(self._replies)
-        except (EOFError, OSError, pickle.UnpicklingError):
+                answer = read_answer(self._replies.readline())
+        except (OSError, ValueError):
             answer = None  # the child is gone: how is told below
         except BaseException:
             self._discard()  # or its answer to this message would have to be read before the next
@@ -142,6 +156,7 @@ class Worker:
             except subprocess.TimeoutExpired:
                 action()
         self._process.wait()
+        self._printing.join(0.2)  # its last words; a process that outlives it may keep the pipe open
         word = b""
         with contextlib.suppress(OSError):  # closed before, or a copy of its end lives on elsewhere
             word = self._control.recv(100)
@@ -149,3 +164,19 @@ class Worker:
             end.close()
         self._running = False
         return word.decode()
+
+
+def read_answer(line: bytes) -> tuple[int, bool, Any]:
+    """An answer of the child; ValueError if the line is none, as at the end of what it sends."""
+    answer = json.loads(line)
+    if not isinstance(answer, list) or len(answer) != 3:
+        raise ValueError("not an answer")
+    return answer[0], answer[1], answer[2]
+
+
+def show(printed: IO[str]) -> None:
+    """Show what a reward function prints on standard error, without what could take over a terminal."""
+    with contextlib.suppress(OSError, ValueError):  # either end is closed
+        for line in iter(lambda: printed.readline(LONGEST_LINE), ""):
+            sys.stderr.write(harmless(line))
+            sys.stderr.flush()
