@@ -24,7 +24,7 @@ from hacrl.training.warmup.stage import warm_up
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
 TASKS = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 
