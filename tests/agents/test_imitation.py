@@ -1,6 +1,7 @@
 """Supervised updates on right answers, against plain transformers and plain torch."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_imitation_is_plain_fine_tuning_on_the_answers(restart: bool) -> None:
 def test_each_pass_has_all_answers_in_another_order() -> None:
     imitator = Imitator(make_agent("llama-plus").learner, Imitation(epochs=2.5, batch_size=4), index=0, seed=5)
     for place in range(8):
-        imitator.keep(Row([1], [place]), -float(place))
+        imitator.keep(Row([1], [place]), 3, -float(place), solved=0.5)
     places = [row.completion[0] for batch in imitator._batches(step=3) for row in batch]
     first, second, rest = places[:8], places[8:16], places[16:]
     assert sorted(first) == sorted(second) == list(range(8))
@@ -121,18 +122,57 @@ def test_kept_answers_survive_a_checkpoint() -> None:
     again.load_state_dict(agent.state_dict())
     assert again.imitator.rows == agent.imitator.rows != []
     assert again.imitator.logps == agent.imitator.logps
+    assert again.imitator.solved == agent.imitator.solved == [0.0] * 12
+    assert again.imitator.steps == agent.imitator.steps == [1] * 12
     assert again.imitator._batches(1) == agent.imitator._batches(1)
 
 
 def test_with_confidence_answers_are_drawn_as_their_sources_were_sure_of_them() -> None:
     """Two answers, of which a token was 1/2 and 1/4 likely: with the power 2, one is drawn four times as often."""
     imitator = Imitator(make_agent("llama-plus").learner, Imitation(epochs=5000.0 / 2, confidence=2.0), 0, seed=0)
-    imitator.keep(Row([1], [5, 6]), 2 * math.log(0.5))
-    imitator.keep(Row([1], [7, 8, 9]), 3 * math.log(0.25))
+    imitator.keep(Row([1], [5, 6]), 1, 2 * math.log(0.5), solved=0.0)
+    imitator.keep(Row([1], [7, 8, 9]), 1, 3 * math.log(0.25), solved=0.75)
     drawn = [row.completion for batch in imitator._batches(1) for row in batch]
     assert len(drawn) == 5000
     # Of 5,000 draws with probability 0.8, the share has a standard deviation of 0.0057.
     assert drawn.count([5, 6]) / 5000 == pytest.approx(0.8, abs=0.03)
+
+
+def test_with_focus_prompts_that_the_learner_solves_are_drawn_less_often() -> None:
+    """It solved one prompt never and one three times of four: with the power 1, one is drawn four times as often."""
+    imitator = Imitator(make_agent("llama-plus").learner, Imitation(epochs=5000.0 / 2, focus=1.0), 0, seed=0)
+    imitator.keep(Row([1], [5]), 1, -1.0, solved=0.0)
+    imitator.keep(Row([2], [6]), 1, -9.0, solved=0.75)
+    drawn = [row.completion for batch in imitator._batches(1) for row in batch]
+    assert drawn.count([5]) / 5000 == pytest.approx(0.8, abs=0.03)
+
+
+def test_how_often_the_learner_solved_a_prompt_is_of_its_own_answers() -> None:
+    agent, other = make_agent("llama-plus", when="end"), make_agent("neox-pair", 1)
+    own, foreign = agent.sample(PROBLEMS, 1, 0), other.sample(PROBLEMS, 1, 0)
+    for place, rollout in enumerate([*own, *foreign]):
+        rollout.reward = 1.0 if place in (0, 4, 5, 6, 7) or rollout.source == 1 else 0.0
+    lesson = replace(lesson_of(foreign, imitates=False), rollouts=[*own, *foreign])
+    lesson.advantage_N = lesson.omega_N = torch.ones(24, dtype=torch.float64)
+    agent.learn(lesson)
+    assert agent.imitator.solved == [0.25] * 4 + [1.0] * 4 + [0.0] * 4
+
+
+def test_answers_of_earlier_steps_are_drawn_again_and_then_forgotten() -> None:
+    options = Imitation(when="step", epochs=1.0, memory=2)
+    imitator = Imitator(make_agent("llama-plus").learner, options, index=0, seed=0)
+    seen = set()
+    for step in range(1, 12):
+        for place in (0, 1):
+            imitator.keep(Row([1], [4 + place]), step, -1.0, 0.0)
+        drawn = [row for batch in imitator._batches(step) for row in batch]
+        assert len(drawn) == 2
+        seen |= {step - imitator.steps[next(n for n, row in enumerate(imitator.rows) if row is one)] for one in drawn}
+        assert imitator.imitate(step, RATE)["imitation/answers"] == (2 if step == 1 else 4)
+        assert imitator.steps == [step] * 2
+    assert seen == {0, 1}
+    assert imitator.imitate(12, RATE) == {"imitation/answers": 2, "imitation/updates": 0}
+    assert imitator.rows == []
 
 
 def test_without_a_right_answer_nothing_changes() -> None:

@@ -47,6 +47,9 @@ def test_a_run_of_one_step_imitates_once(when: str) -> None:
         ({"epochs": 0}, "epochs"),
         ({"rate": -1}, "rate"),
         ({"batch_size": 0}, "batch_size"),
+        ({"memory": 0}, "memory"),
+        ({"focus": -1}, "focus"),
+        ({"confidence": 1001}, "confidence"),
         ({"min_reward": 1e10}, "1e"),
     ],
 )
@@ -66,4 +69,7 @@ def test_what_is_told() -> None:
     assert told is not None
     assert "everybody's, with a reward of at least 1" in told
     assert "from the weights it began the run with" in told
+    drawn = str(Imitation(when="step", memory=8, confidence=16, focus=1).sentence())
+    assert "right answers of the last 8 steps" in drawn
+    assert "drawn in proportion to p^16 (1 - m)^1, in updates" in drawn
     assert "from the weights" not in str(Imitation(when="step", restart=True).sentence())

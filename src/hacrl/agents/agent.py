@@ -1,5 +1,6 @@
 """One agent: a policy that samples completions and learns from its own and from others'."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -305,21 +306,27 @@ class Agent:
                 dropped[row] = str(reason)
         result = self.learner.learn(lesson, prompts, tokens)
         result.dropped = dropped
-        self._keep(lesson.examples, prompts)
+        self._keep(lesson, prompts)
         if lesson.imitates:
             result.metrics |= self.imitator.imitate(lesson.step, lesson.imitation_rate)
         return result
 
-    def _keep(self, examples: Sequence[Rollout], prompts: Sequence[list[int]]) -> None:
+    def _keep(self, lesson: Lesson, prompts: Sequence[list[int]]) -> None:
         """Keep right answers for imitation, but those that this agent cannot read."""
-        for rollout in examples:
+        own_right: defaultdict[int, list[bool]] = defaultdict(list)
+        for rollout in lesson.rollouts:
+            if rollout.source == self.index:
+                own_right[rollout.prompt_index].append(self.algorithm.imitation.is_right(rollout.reward))
+        for rollout in lesson.examples:
             prompt = prompts[rollout.prompt_index]
             try:
                 own = rollout.source == self.index
                 ids = rollout.token_ids if own else self.retokenizer(rollout, self.retokenizer.end_of(prompt))
             except Dropped:
                 continue
-            self.imitator.keep(Row(prompt, ids), rollout.logp_sum)
+            right = own_right[rollout.prompt_index]
+            solved = sum(right) / max(len(right), 1)
+            self.imitator.keep(Row(prompt, ids), lesson.step, rollout.logp_sum, solved)
 
     # --- checkpoints -------------------------------------------------------------------------------
 

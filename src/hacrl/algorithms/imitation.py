@@ -14,7 +14,8 @@ class Imitation:
     """
 
     when: Literal["never", "step", "middle", "end"] = "never"
-    """After each step, on that step's answers; or once, after half of the steps or after the last, on all so far."""
+    """After each step, on the answers of the last `memory` steps; or once, on all answers so far, after half of the
+    steps or after the last."""
     answers: Literal["all", "own", "others"] = "all"
     """Whose answers are kept."""
     confidence: float = 0.0
@@ -22,6 +23,12 @@ class Imitation:
 
     p is the source's probability of the whole answer to the power of 1 / (the learner's tokens). Above 0, answers that
     are right by luck, which their own source found unlikely, are drawn less often. 0: all alike."""
+    focus: float = 0.0
+    """Answers are drawn with the probability (1 - m)^focus, m being the share of right ones among the learner's own
+    answers to the prompt. Above 0, prompts that the learner solves anyway are practised less. 0: all alike."""
+    memory: int = 1
+    """With `step`: of how many steps answers are kept. A step learns from `epochs` times as many answers as it has
+    added, drawn from all that are kept."""
     min_reward: float = 1.0
     """From which reward on an answer is right."""
     epochs: float = 2.5
@@ -34,15 +41,19 @@ class Imitation:
     """With `middle` and `end`: start again from the weights that the run began with."""
 
     def __post_init__(self) -> None:
-        for name, most in (("epochs", 10_000), ("rate", 1000), ("batch_size", 1_000_000)):
+        for name, most in (("epochs", 10_000), ("rate", 1000), ("batch_size", 1_000_000), ("memory", 1_000_000)):
             if not 0 < getattr(self, name) <= most:
                 raise ValueError(
                     f"imitation.{name} must lie above 0 and be at most {most:,}, but is {getattr(self, name)}"
                 )
-        if not 0 <= self.confidence <= 1000:
-            raise ValueError(f"imitation.confidence must lie between 0 and 1,000, but is {self.confidence}")
+        for name in ("confidence", "focus"):
+            if not 0 <= getattr(self, name) <= 1000:
+                raise ValueError(f"imitation.{name} must lie between 0 and 1,000, but is {getattr(self, name)}")
         if not abs(self.min_reward) <= 1e9:
             raise ValueError(f"imitation.min_reward must lie between -1e9 and 1e9, but is {self.min_reward}")
+
+    def is_right(self, reward: float | None) -> bool:
+        return reward is not None and reward >= self.min_reward
 
     def keeps(self, step: int, max_steps: int) -> bool:
         """Whether the right answers of a step are kept: not those that nobody would imitate any more."""
@@ -58,12 +69,14 @@ class Imitation:
         if self.when == "never":
             return None
         whose = {"all": "everybody's", "own": "its own", "others": "the other agents'"}[self.answers]
+        recent = "this step's right answers" if self.memory == 1 else f"right answers of the last {self.memory:,} steps"
         time = {
-            "step": "After each step, each agent fine-tunes on this step's right answers",
+            "step": f"After each step, each agent fine-tunes on {recent}",
             "middle": "After half of the steps, each agent fine-tunes on all right answers so far",
             "end": "After the last step, each agent fine-tunes on all right answers of the run",
         }[self.when]
-        sure = f", drawn in proportion to p^{self.confidence:g}" if self.confidence else ""
+        drawn = [f"p^{self.confidence:g}"] * (self.confidence > 0) + [f"(1 - m)^{self.focus:g}"] * (self.focus > 0)
+        sure = f", drawn in proportion to {' '.join(drawn)}" if drawn else ""
         start = ", from the weights it began the run with" if self.restart and self.when != "step" else ""
         return (
             f"{time} ({whose}, with a reward of at least {self.min_reward:g}){start}: {self.epochs:g} passes{sure}, in "

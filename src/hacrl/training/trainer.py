@@ -352,7 +352,7 @@ class Trainer:
         imitation = self.algorithm.imitation
         if not self.algorithm.keeps_answers(self.step, self.config.max_steps):
             return []
-        right = [r for r in rollouts if (r.reward or 0.0) >= imitation.min_reward and r.finish_reason == "stop"]
+        right = [r for r in rollouts if imitation.is_right(r.reward) and r.finish_reason == "stop"]
         if imitation.answers == "all":
             return right
         return [rollout for rollout in right if (rollout.source == learner) == (imitation.answers == "own")]
