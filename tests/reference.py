@@ -405,9 +405,10 @@ def robust_advantages(rollouts: Sequence[Rollout], k: int, foreign: str, scale_r
         advantages[i] = 0.0
         if mine and max(mine + theirs) > min(mine + theirs):
             batch = [o.reward for o in rollouts if o.source in (k, r.source) and o.reward is not None]
-            value = (r.reward - mean(mine)) / divisor(mine + theirs, batch, scale_rewards)
+            baseline = mean(theirs) if foreign == "centred" else mean(mine)
+            value = (r.reward - baseline) / divisor(mine + theirs, batch, scale_rewards)
             if abs(value) > 1e-9:
-                advantages[i] = value if foreign == "all" else max(value, 0.0)
+                advantages[i] = max(value, 0.0) if foreign == "right" else value
     return advantages
 
 
@@ -428,6 +429,8 @@ def rival_term(
         length = n if options.ratio_unit == "learner" else len(stop.old_logps)
         log_s = clip(mean(stop.logps) - math.fsum(stop.old_logps) / length, -LOG_RATIO_MAX, LOG_RATIO_MAX)
         weight = min(math.exp(log_s), 1.0) if options.truncate else 1.0
+        if options.foreign == "exact" and advantage < 0:
+            weight = min(math.exp(math.fsum(stop.logps) - math.fsum(stop.old_logps)), 1.0)
         weight *= min(omega_jk, 1.0) if options.cross_omega else 1.0
         value = weight * advantage * math.exp(mean(rollout.logps) - mean(stop.logps))
         return value, [value / n] * n

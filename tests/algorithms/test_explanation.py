@@ -88,6 +88,12 @@ def test_every_algorithm_explains_itself(name: str) -> None:
             "above the learner's own mean on the prompt has the weight min(s, 1) times min(ω, 1);",
         ),
         (RobustHACPO(foreign="all", truncate=False, cross_omega=False), "weight", "rollout has the weight 1 whatever"),
+        (
+            RobustHACPO(foreign="centred"),
+            "weight",
+            "times min(ω, 1). Its reward is compared with the mean of its source.",
+        ),
+        (RobustHACPO(foreign="exact"), "weight", "at most 1, takes the place of min(s, 1)."),
         (RobustHACPO(), "omega", "above 1 they do not count for more"),
         (RobustHACPO(), "ratio", "both per token of the learner"),
         (RobustHACPO(ratio_unit="token"), "ratio", "each per token of its own"),

@@ -505,6 +505,8 @@ VARIANTS = [
         Options("hacpo_robust", **{"ratio_unit": "learner", **changed})
         for changed in (
             {"foreign": "all"},
+            {"foreign": "centred"},
+            {"foreign": "exact"},
             {"truncate": False},
             {"cross_omega": False},
             {"ratio_unit": "token"},

@@ -42,8 +42,9 @@ class RobustHACPO(CapabilityAware):
     name: Literal["hacpo_robust"] = "hacpo_robust"
     cross_weight: float = 1.0
     """Weight of each source's mean beside the own mean."""
-    foreign: Literal["right", "all"] = "right"
-    """`all` also uses foreign rollouts worse than the learner's own: an ablation."""
+    foreign: Literal["right", "all", "centred", "exact"] = "right"
+    """Ablations that also use foreign rollouts worse than the learner's own: `all`; `centred`, compared with the mean
+    of their source; `exact`, with min(p learner / p source, 1) of the whole answer as the weight."""
     truncate: bool = True
     """False gives every right answer the weight 1 whatever its s: an ablation."""
     cross_omega: bool = True
@@ -71,7 +72,11 @@ class RobustHACPO(CapabilityAware):
             of_pair_N = own_N | (source_N == source)
             divisor_N = torch.ones_like(rewards_N)
             divisor_N[of_pair_N] = divisors(rewards_N[of_pair_N], prompt_N[of_pair_N], self.scale_rewards)
-            better_N = (rewards_N - baseline_N) / divisor_N * has_own_P[prompt_N]
+            compared_N = baseline_N
+            if self.foreign == "centred":
+                of_source_N = source_N == source
+                compared_N = mean_by(rewards_N[of_source_N], prompt_N[of_source_N], P)[prompt_N]
+            better_N = (rewards_N - compared_N) / divisor_N * has_own_P[prompt_N]
             better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal but for rounding
             if self.foreign == "right":
                 better_N = better_N.clamp(min=0)
@@ -89,7 +94,11 @@ class RobustHACPO(CapabilityAware):
         length_N = sequences.length_N
         old_length_N = length_N if self.ratio_unit == "learner" else sequences.old_length_N
         log_ratio_N = sequence_log_ratio(sequences.logp_N.detach(), length_N, sequences.old_logp_N, old_length_N)
-        weight_N = sequences.omega_N * (log_ratio_N.exp().clamp(max=1.0) if self.truncate else 1.0)
+        ratio_N = log_ratio_N.exp().clamp(max=1.0) if self.truncate else torch.ones_like(log_ratio_N)
+        if self.foreign == "exact":
+            exact_N = (sequences.logp_N.detach() - sequences.old_logp_N).clamp(max=0.0).exp()
+            ratio_N = torch.where(sequences.advantage_N < 0, exact_N, ratio_N)
+        weight_N = sequences.omega_N * ratio_N
         foreign = unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
 
@@ -100,7 +109,15 @@ class RobustHACPO(CapabilityAware):
         discounts = self.cross_omega and self.capability.ratio_min < 1
         weight = " times ".join(["min(s, 1)"] * self.truncate + ["min(ω, 1)"] * discounts) or "1 whatever its s"
         better = " with a reward above the learner's own mean on the prompt" if self.foreign == "right" else ""
-        others = "; others are not used" if self.foreign == "right" else ""
+        others = {
+            "right": "; others are not used",
+            "all": "",
+            "centred": ". Its reward is compared with the mean of its source",
+            "exact": (
+                ". Where A < 0, the learner's probability of the whole answer over its source's, at most 1, takes the "
+                "place of min(s, 1)"
+            ),
+        }[self.foreign]
         effect = "below 1 the source's rollouts count for less by this factor, above 1 they do not count for more"
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
