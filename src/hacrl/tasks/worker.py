@@ -176,7 +176,7 @@ def read_answer(line: bytes) -> tuple[int, bool, Any]:
 
 def show(printed: IO[str]) -> None:
     """Show what a reward function prints on standard error, without what could take over a terminal."""
-    with contextlib.suppress(OSError, ValueError):  # either end is closed
+    with contextlib.suppress(OSError, ValueError), printed:  # either end is closed
         for line in iter(lambda: printed.readline(LONGEST_LINE), ""):
             sys.stderr.write(harmless(line))
             sys.stderr.flush()
