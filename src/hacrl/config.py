@@ -84,7 +84,7 @@ class ModelSettings(Strict):
     chat_template_kwargs: Options = {}
     """Passed to the chat template, for example {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation. Weights and optimizer are float32 in either case: bfloat16 ones hardly move."""
+    """Precision of the computation. Weights and optimizer are float32 in either case: bfloat16 ones hardly move."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
     """auto: the first GPU if there is one."""
     trust_remote_code: bool = False
@@ -199,12 +199,12 @@ class RunConfig(Settings):
     task: TaskConfig
     prompts_per_step: Size = 32
     rollouts_per_update: Positive = 128
-    """The same for every algorithm: who sees more rollouts makes more updates."""
+    """Rollouts of one update, whatever the algorithm: a learner that sees more rollouts makes more updates."""
     max_steps: Positive = 60
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
     eval_samples: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """So many answers to each held-out problem are also sampled as in training; their mean reward is `eval_sampled`."""
+    """Answers to each held-out problem that are sampled as in training; their mean reward is `eval_sampled`."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
     save_final: bool = True
@@ -350,7 +350,7 @@ def share_settings(data: Any, settings: type[Strict]) -> Any:
 
 
 def without_shared_settings(data: dict[str, Any], settings: type[Strict]) -> dict[str, Any]:
-    """The same config with an agent's settings only where they differ from the run's."""
+    """Remove the settings of agents that are equal to the run's."""
     agents = [
         {name: value for name, value in agent.items() if name not in settings.model_fields or value != data[name]}
         for agent in data["agents"]

@@ -13,9 +13,9 @@ class RewardConfig(Strict):
     """exact, math, soft_overlong, or module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     max_completion_length: Length | None = None
-    """Of soft_overlong: the number of tokens from which on it is -1."""
+    """The number of tokens from which on soft_overlong is -1."""
     soft_punish_cache: Annotated[int, Field(ge=0, le=2**20)] | None = None
-    """Of soft_overlong: how many tokens before that it begins to fall."""
+    """How many tokens before that soft_overlong begins to fall."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -46,15 +46,15 @@ class SourceConfig(Strict):
     max_operators: Few = 3
     max_operand: Annotated[int, Field(ge=9, le=99)] = 99
     minus_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Of arithmetic: the share of chains that lean to subtraction."""
+    """Share of the chains of `arithmetic` that lean to subtraction."""
     options: Options = {}
-    """Of a gym task: the generator's own."""
+    """Options of a gym task's generator."""
     answer: Literal["tag", "last_line", "whole"] = "tag"
-    """Of a gym task, what is scored: the text in the last <answer>...</answer>, the last line, or all of it."""
+    """What is scored in a gym task: the text in the last <answer>...</answer>, the last line, or all of it."""
     instruction: str | None = None
-    """Of a gym task: added to every question; default: a sentence that asks for an answer in that form."""
+    """Text added to every question of a gym task; default: a sentence that asks for an answer in that form."""
     curriculum: CurriculumConfig | None = None
-    """Of a gym task: from easy to hard."""
+    """Stages of a gym task, from easy to hard."""
     train: str | None = None
     """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""
     eval: str | None = None

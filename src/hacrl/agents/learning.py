@@ -67,7 +67,7 @@ class Penalties:
     length_factor_of: dict[int, float] = field(default_factory=dict)
     """How much the KL of each rollout counts for its length."""
     entropy_weight: float = 0.0
-    """Of a token's entropy."""
+    """Weight of the entropy of one token."""
 
 
 @dataclass
@@ -187,14 +187,14 @@ class LearningStep:
             for row, rollout in enumerate(lesson.rollouts)
             if rollout.source == learner.index and rollout.learner_logps is not None and row in tokens
         }
-        """The same, noted when the rollouts were sampled, if there were updates to come: of some of them or of all."""
+        """Those noted when the rollouts were sampled, if updates were still to come; of some rollouts or of all."""
         own = (rollout for rollout in lesson.rollouts if rollout.source == learner.index)
         self.stale = any(rollout.policy_version != learner.updates for rollout in own)
         """There have been updates since: the learner of now says nothing about the sampler."""
         self._notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
         self._objectives: list[float] = []
-        """Of the updates that were made."""
+        """Objective of each update made so far."""
         self._nonfinite = 0
 
     def update(self, minibatch: list[int]) -> None:

@@ -363,7 +363,7 @@ def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set
 
 
 def count_parameters(config: AgentConfig) -> tuple[int, int]:
-    """Of the model, and how many are trained; from its configuration alone: no weights are read."""
+    """Count all parameters and the trained ones, from the model's configuration alone: no weights are read."""
     model_config = load_model_config(config)
     with _opening(config, base_model(source_of(config)), "config.json"):
         model = _on_meta(model_config, config)

@@ -28,7 +28,7 @@ CPU_BATCH_TOKENS = 2048
 CUDA_BATCH_TOKENS = 16384
 """More in one pass makes nothing faster: on a CPU activations leave the caches, a GPU is busy."""
 MEMORY_SHARE = 0.5
-"""Of what is free, for the activations of one pass; the rest is for what the estimate leaves out."""
+"""Share of the free memory for the activations of one pass; the rest is for what the estimate leaves out."""
 
 
 def free_memory(device: torch.device) -> float:

@@ -45,7 +45,7 @@ class SupervisedLearner:
         return {**metrics, "nonfinite_updates": 0 if made else 1}
 
     def loss(self, rows: Sequence[Row]) -> float:
-        """Of rows that are not learned from."""
+        """Mean negative log-probability of rows that are not learned from."""
 
         def work(batch: list[Row], counts: bool) -> float:
             with torch.no_grad():

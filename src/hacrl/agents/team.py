@@ -35,7 +35,7 @@ class Team:
         return min(self.gather([own]))
 
     def norm(self, parts: Sequence[Tensor]) -> Tensor:
-        """Of tensors of which each member has a part."""
+        """The norm of tensors of which each member has a part."""
         own = nn.utils.get_total_norm(parts)
         if self.size == 1:
             return own

@@ -30,7 +30,7 @@ class LUFFY(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     gamma: float = 0.1
-    """Of the shaping f(pi) = pi / (pi + gamma)."""
+    """gamma in the shaping f(pi) = pi / (pi + gamma)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

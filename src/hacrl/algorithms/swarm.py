@@ -30,7 +30,7 @@ class Swarm(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     share: float = 0.5
-    """Of the prompts, on which a foreign group takes the place of the own one."""
+    """Share of the prompts on which a foreign group takes the place of the own one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,7 +88,7 @@ class Packed:
         return cls((N, T), *moved)
 
     def padded(self, S: int, M: int, N: int, R: int, A: int) -> "Packed":
-        """The same in larger tables, so that batches of many shapes become few. R must leave a place at each row's end.
+        """A copy in larger tables, so that batches of many shapes become few. R must leave a place at each row's end.
 
         What is added is read by nothing and has no gradient: unused tokens, unused rows, predictions nobody takes.
         """

@@ -62,7 +62,7 @@ class Captured:
 
 
 class GraphedScorer(Scorer):
-    """The same on CUDA: each pass is replayed as a graph, at one launch; shapes are rounded up so that they are few.
+    """A `Scorer` on CUDA: each pass is replayed as a graph, at one launch; shapes are rounded up so that they are few.
 
     The backward graph adds to the parameters' `grad` tensors, which must stay the same: zero them, do not drop them.
     """

@@ -143,7 +143,7 @@ class Judge:
         return [{"reward": v.reward, "problem": v.problem, "detail": v.detail} for v in verdicts]
 
     def votes(self, groups: Sequence[Sequence[Line]]) -> list[list[int | None]]:
-        """Of the completions of each problem: 0 for the right answer, the same number for equal wrong ones."""
+        """Number the completions of each problem by answer: 0 is the right answer, equal wrong ones share a number."""
         if self._pool is None:
             self._pool = MathPool("same_answer", VERIFY_SECONDS, self._workers)
         return list(self._pool.threads.map(self._votes, groups))

@@ -42,7 +42,7 @@ BATCH_SIZE = 64
 SAMPLE_OF_WEIGHTS = 1 << 16
 """Bytes at the beginning and the end of each file of weights that tell one model from another."""
 SECONDS_BETWEEN_LINES = 30.0
-"""Of a log that says how far it is."""
+"""Seconds between two progress lines in a log."""
 FILES_OF_WEIGHTS = (".safetensors", ".bin")
 FILES_OF_A_MODEL = (*FILES_OF_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 """With its configuration, tokenizer and chat template."""

@@ -63,7 +63,7 @@ def resampled_means(values: Sequence[float] | Array, seed: int = 0) -> Array:
 
 
 def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Interval:
-    """Of the mean of values between 0 and 1, by resampling them (BCa); always the same draws.
+    """The interval of the mean of values between 0 and 1, by resampling (BCa); always the same draws.
 
     Where all agree nothing varies: then Chernoff's bound, which for all 1 or all 0 is the exact binomial one. NaN
     without values.

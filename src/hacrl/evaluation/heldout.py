@@ -27,7 +27,7 @@ class Accuracy:
     agent: str
     model: str
     part: str | None
-    """Of a mixture; None: all problems."""
+    """Part of a mixture; None: all problems."""
     accuracy: float
     low: float
     high: float
@@ -39,8 +39,8 @@ class Accuracy:
 def evaluate_target(
     target: str, config_source: str, step: int | None, num_problems: int | None, output: Path | None
 ) -> Iterator[Accuracy]:
-    """Of greedy answers to the held-out problems of the run's task, or of the given config's; of a mixture also by
-    part."""
+    """Measure greedy answers to the held-out problems of the run's task, or of the given config's; for a mixture also
+    by part."""
     if output is not None and output.exists():
         raise UserError(f"{output} already exists. Choose another --output.")
     if output is not None and not output.parent.is_dir():

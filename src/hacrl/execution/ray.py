@@ -343,7 +343,7 @@ def bundles(agent: AgentConfig) -> list[dict[str, float]]:
 
 
 def options(name: str, resources: ResourcesConfig, group: Any, place: int) -> dict[str, Any]:
-    """Of an actor that takes one place of a placement group."""
+    """Ray's options for an actor that takes one place of a placement group."""
     return {
         "name": name,
         "num_cpus": resources.num_cpus,

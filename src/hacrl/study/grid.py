@@ -54,7 +54,7 @@ class StudyConfig(Strict):
     jobs: Few | None = None
     """Runs at once; default: as many as there are cores for, or four for each GPU."""
     threads: Few | None = None
-    """Of each run; default: one, or more if there are fewer runs than cores. Results belong to one number of them."""
+    """Threads of each run; default: one, or more if there are fewer runs than cores. Results depend on it."""
     output_dir: str | None = None
     """Default: runs/study-NAME."""
 
@@ -198,7 +198,7 @@ def of_present_agents(changes: Mapping[str, Any], present: set[str], known: set[
 
 
 def listed_ids(data: Mapping[str, Any]) -> set[str]:
-    """Of the agents in settings that nobody has checked yet."""
+    """Ids of the agents in settings that nobody has checked yet."""
     agents = data.get("agents")
     items = agents if isinstance(agents, list) else []
     return {str(item["id"]) for item in items if isinstance(item, dict) and "id" in item}
@@ -231,7 +231,7 @@ class Run:
 
     @property
     def updates(self) -> dict[str, int]:
-        """Of each agent, in the whole run."""
+        """Updates of each agent in the whole run."""
         steps, agents = self.config.max_steps, self.config.agents
         return {agent.id: steps * self.config.updates_per_step(agent) * agent.num_iterations for agent in agents}
 

@@ -154,7 +154,7 @@ def cost_row(
 
 
 def total(summary: dict[str, Any], key: str) -> float | None:
-    """Of a run; what its summary does not say in one number is the sum over its agents."""
+    """What a run cost; where its summary has no single number, the sum over its agents."""
     if key in summary or key == "peak_memory_gib":
         return summary.get(key)
     parts = [agent.get(key) for agent in summary["agents"].values()]
@@ -217,7 +217,7 @@ def compare_values(
 
 
 def comparison(study: Study, differences: list[float]) -> dict[str, Any]:
-    """Of paired differences, one for each seed."""
+    """Mean, interval and wins of paired differences, one for each seed."""
     differences = [round(difference, 12) for difference in differences]  # equal means may differ by rounding
     count = len(differences)
     low, high = interval(study, differences)

@@ -25,7 +25,7 @@ from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_
 
 RUNS_PER_GPU = 4
 RETRIES = 3
-"""Of a run that lacks memory beside others."""
+"""How often a run that lacks memory beside others is tried again."""
 GRACE = 10.0
 """Seconds that an interrupted run has to end by itself."""
 LAST_LINES = 8
@@ -39,7 +39,7 @@ class Places:
     jobs: int
     """Runs at once."""
     threads: int
-    """Of each run."""
+    """Threads of each run."""
     gpus: list[str]
     """As CUDA_VISIBLE_DEVICES names them; each run sees one of them, job after job. Empty: all see what there is."""
 
@@ -193,7 +193,7 @@ class Runner:
                 time.sleep(0.25)
 
     def last_steps(self) -> dict[str, int]:
-        """Of what goes on. A run that had no checkpoint, or an old one, is behind where it was when it ended."""
+        """Last step of each run that goes on; after an interruption it begins at its last checkpoint."""
         steps = {child.run.name: last_step(child.run) for child in self.children}
         for child in self.children:
             child.first_step = min(child.first_step, steps[child.run.name])

@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Of the mean, by Student's t: exact for normal values, and close to its level for others, from three on."""
+    """Interval of the mean by Student's t: exact for normal values, close to its level for others from three on."""
     from scipy import stats
 
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
@@ -23,7 +23,7 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Of the mean, by resampling the values: BCa, or percentiles where BCa has no answer; always the same draws."""
+    """The interval of the mean by resampling: BCa, or percentiles where BCa has no answer; always the same draws."""
     from scipy import stats
 
     data = (np.asarray(values, dtype=float),)

@@ -92,7 +92,7 @@ class ProblemSet:
 
     @property
     def digest(self) -> str:
-        """Of prompts and references: other problems under the same name are another benchmark."""
+        """Digest of prompts and references: other problems under the same name are another benchmark."""
         return digest(self.problems)
 
     def solution(self, problem: Problem) -> str | None:

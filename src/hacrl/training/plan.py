@@ -87,7 +87,7 @@ def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> Agen
 
 
 def step_seconds(config: RunConfig, plans: list[AgentPlan]) -> float:
-    """Of all agents, as the executor runs them: those at the same time share a CPU's cores, so each is slower."""
+    """Seconds of a step as the executor runs it: agents that run at the same time share a CPU's cores."""
     at_once = len(plans) if config.execution == "ray" else side_by_side(config)
     phases = ([row.sampling for row in plans], [row.learning for row in plans])
     return sum(max(max(seconds), sum(seconds) / at_once) for seconds in phases)

@@ -33,7 +33,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * size
 
     def operations(self, context: float) -> float:
-        """Of one token that attends to so many others, in a forward pass."""
+        """Operations of a forward pass for one token that attends to `context` others."""
         return 2.0 * self.parameters + 4.0 * self.layers * self.heads * self.head_dim * context
 
 
@@ -56,7 +56,7 @@ class Device:
     """Seconds of a token in a layer besides the products, sampled or learned from: what rules in tiny models."""
 
     def times(self, count: int) -> "Device":
-        """So many of them working together on all rows."""
+        """`count` such devices working together on all rows."""
         return replace(self, operations=self.operations * count, bytes=self.bytes * count, token=self.token / count)
 
 

@@ -148,7 +148,7 @@ class Trackers:
         self.trackers: dict[str, Tracker] = {}
         self.step = 0
         self.summary: dict[str, Any] | None = None
-        """Of the run, once it is finished."""
+        """Summary of the run, once it is finished."""
         if not config.report_to:
             return
         logged = run.metrics()

@@ -60,7 +60,7 @@ class Sampled:
     problems: list[Problem]
     rollouts: list[list[Rollout]]
     seconds: list[float]
-    """Of sampling, for each agent."""
+    """Seconds that each agent sampled."""
     verify_seconds: float
 
 
@@ -84,10 +84,10 @@ class Trainer:
         self.accuracy: list[dict[int, float]] = [{} for _ in self.ids]
         """Held-out accuracy of each agent by step."""
         self.sampled: list[dict[int, float]] = [{} for _ in self.ids]
-        """The same of sampled answers."""
+        """Mean reward of sampled held-out answers, of each agent by step."""
         self.seconds = 0.0
         self.problems_digest = digest((*task.listed, *task.eval_problems))
-        """Of those that are known beforehand."""
+        """Digest of the problems that are known beforehand."""
         self.check = CollaborationCheck(self.ids, self.algorithm)
 
     # --- the run -----------------------------------------------------------------------------------
@@ -516,5 +516,5 @@ class Trainer:
 
 
 def first_and_last(values: dict[int, float], name: str) -> dict[str, float | None]:
-    """Of values by step."""
+    """The first and the last of values by step."""
     return {f"start_{name}": values.get(0), f"final_{name}": values[max(values)] if values else None}

@@ -49,7 +49,7 @@ PHASES = {"sampling": ["time/sample"], "learning": ["time/score", "time/learn"],
 BACKWARD = ("tokens_trained", "imitation/tokens")
 FORWARD = ("tokens_forward", "tokens_scored", "imitation/tokens")
 SHOWN_PARTS = 4
-"""Of a mixture, by name."""
+"""How many parts of a mixture are named."""
 CONFIG = {"algorithm": {"name": str}, "agents?": list, "task?": object}
 """What a report needs of a config."""
 REASONS = {"verifier_errors": "the verifier failed", "verifier_timeouts": "the verifier took too long"}

@@ -33,9 +33,9 @@ class DataConfig(Strict):
     file: str | None = None
     """JSONL, JSON or parquet, a folder written by `datasets`, or a hub id; prompt and completion, or messages."""
     split: str = "train"
-    """Of a hub data set, or of a folder with several."""
+    """Split of a hub data set, or of a folder with several."""
     subset: str | None = None
-    """Of a hub data set."""
+    """Subset of a hub data set."""
     task: TaskConfig | None = None
     """arithmetic, gym:GENERATOR, or a mixture of them."""
     weight: Weight = 1.0
@@ -121,7 +121,7 @@ class WarmupConfig(WarmupSettings):
     eval_every: Count = 20
     """Steps between evaluations; 0: at the start and the end only."""
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Of the prompts in files: so many are never trained on, but used for the held-out loss."""
+    """Share of the prompts in files that is never trained on, but used for the held-out loss."""
     eval_size: Size = 200
     """At most so many held-out rows of each source."""
     save_every: Count = 50

@@ -32,7 +32,7 @@ class Source:
     size: int | None
     """Rows to train on; None: endless."""
     digest: str
-    """Of all rows that are known beforehand."""
+    """Digest of all rows that are known beforehand."""
 
 
 class Rows:
