@@ -248,6 +248,14 @@ def test_a_damaged_file_is_named_by_every_command_that_reads_it(run: Path, hacrl
                 assert ("line 1, is not" in err) == (name.endswith(".jsonl") and kind != "empty")
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(run: Path, hacrl: Run) -> None:
+    shutil.rmtree(run / "rollouts")
+    (run / "rollouts").write_text("not a folder")
+    code, _, err = hacrl("train", str(run), "--resume", "max_steps=3")
+    assert code == 2
+    assert "run/rollouts cannot be used: File exists." in err
+
+
 def test_metrics_are_read_up_to_the_checkpoint_that_a_run_goes_on_from(run: Path, hacrl: Run) -> None:
     """What stands behind them may be half a line, or what a crash left of a disk's block."""
     whole = (run / "metrics.jsonl").read_bytes()
