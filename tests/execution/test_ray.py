@@ -339,6 +339,7 @@ def test_a_ray_of_its_own_keeps_the_logs_of_a_lost_agent(tmp_path: Path, tempora
         train(stop)
     (folder,) = temporary.glob("ray-*")
     assert f"Ray's logs are in {folder}. Continue with" in str(lost.value)
+    private_ray._clear_away(str(temporary))  # as the next start does
     assert list(folder.glob("session_latest/logs/*.log"))
 
 

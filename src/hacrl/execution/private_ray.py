@@ -57,6 +57,11 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def leave(folder: Path) -> None:
+    """Leave the folder to the user, who was told of its logs: the next start does not remove it."""
+    (folder / OWNER).unlink(missing_ok=True)
+
+
 def _take(folder: Path) -> None:
     """Lock the folder's owner file until this process ends; it has its name only once it is locked."""
     file = os.open(folder / "new", os.O_CREAT | os.O_WRONLY)

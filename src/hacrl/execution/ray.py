@@ -200,8 +200,8 @@ class RayExecutor:
         """Processes and placement groups go with the connection; so does a private Ray instance, with its folder
         unless an agent was lost: its logs may say why."""
         ray.shutdown()
-        if self.folder is not None and not self.lost:
-            private_ray.remove(self.folder)
+        if self.folder is not None:
+            (private_ray.leave if self.lost else private_ray.remove)(self.folder)
 
     # --- what the trainer asks ---------------------------------------------------------------------
 
