@@ -71,5 +71,6 @@ def test_what_is_told() -> None:
     assert "from the weights it began the run with" in told
     drawn = str(Imitation(when="step", memory=8, confidence=16, focus=1).sentence())
     assert "right answers of the last 8 steps" in drawn
-    assert "drawn in proportion to p^16 (1 - m)^1, in updates" in drawn
+    assert "2.5 times as many as the step added, drawn more often the surer their source was of them" in drawn
+    assert "and the more often the agent itself failed the prompt, in updates of 64" in drawn
     assert "from the weights" not in str(Imitation(when="step", restart=True).sentence())

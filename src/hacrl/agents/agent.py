@@ -313,6 +313,8 @@ class Agent:
 
     def _keep(self, lesson: Lesson, prompts: Sequence[list[int]]) -> None:
         """Keep right answers for imitation, but those that this agent cannot read."""
+        if not lesson.examples:
+            return
         own_right: defaultdict[int, list[bool]] = defaultdict(list)
         for rollout in lesson.rollouts:
             if rollout.source == self.index:

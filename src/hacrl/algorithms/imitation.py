@@ -69,18 +69,22 @@ class Imitation:
         if self.when == "never":
             return None
         whose = {"all": "everybody's", "own": "its own", "others": "the other agents'"}[self.answers]
-        recent = "this step's right answers" if self.memory == 1 else f"right answers of the last {self.memory:,} steps"
         time = {
-            "step": f"After each step, each agent fine-tunes on {recent}",
+            "step": "After each step, each agent fine-tunes on this step's right answers",
             "middle": "After half of the steps, each agent fine-tunes on all right answers so far",
             "end": "After the last step, each agent fine-tunes on all right answers of the run",
         }[self.when]
-        drawn = [f"p^{self.confidence:g}"] * (self.confidence > 0) + [f"(1 - m)^{self.focus:g}"] * (self.focus > 0)
-        sure = f", drawn in proportion to {' '.join(drawn)}" if drawn else ""
+        amount = f"{self.epochs:g} passes"
+        if self.when == "step" and self.memory > 1:
+            time = f"After each step, each agent fine-tunes on right answers of the last {self.memory:,} steps"
+            amount = f"{self.epochs:g} times as many as the step added"
+        drawn = ["the surer their source was of them"] * (self.confidence > 0)
+        drawn += ["the more often the agent itself failed the prompt"] * (self.focus > 0)
+        choice = f", drawn more often {' and '.join(drawn)}" if drawn else ""
         start = ", from the weights it began the run with" if self.restart and self.when != "step" else ""
         return (
-            f"{time} ({whose}, with a reward of at least {self.min_reward:g}){start}: {self.epochs:g} passes{sure}, in "
-            f"updates of {self.batch_size}, at {self.rate:g} times its learning rate."
+            f"{time} ({whose}, with a reward of at least {self.min_reward:g}){start}: {amount}{choice}, in updates of "
+            f"{self.batch_size}, at {self.rate:g} times its learning rate."
         )
 
 
