@@ -1,4 +1,4 @@
-"""Where foreign rollouts push a learner of the zoo, compared with its own exact direction.
+"""Where foreign rollouts push a learner of the zoo, compared with its own policy gradient.
 
     python docs/results/imitation/gradients.py [--prompts 64] [--completions 64]
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO
+from hacrl.algorithms.advantage import mean_by
 from hacrl.config import AgentConfig
 from hacrl.task_config import TaskConfig
 from hacrl.tasks import build_task
@@ -44,6 +45,7 @@ def gradient(agent: Agent, rollouts: list, weight_N: Tensor) -> Tensor:
 
 
 def log_probabilities(agent: Agent, rollouts: list) -> Tensor:
+    """log p of whole answers, those included that the retokenizer would drop."""
     found = []
     prompts = [agent.render(rollout.prompt) for rollout in rollouts]
     with torch.no_grad():
@@ -72,18 +74,13 @@ def main() -> None:
         report(agents[learner], rollouts[learner], rollouts[1 - learner])
 
 
-def by_prompt(rollouts: list, values_N: Tensor) -> Tensor:
-    """The mean of each prompt, for each rollout of it."""
-    prompt_N = torch.tensor([rollout.prompt_index for rollout in rollouts])
-    size = int(prompt_N.max()) + 1
-    sums = torch.zeros(size, dtype=torch.float64).index_add_(0, prompt_N, values_N)
-    return (sums / torch.bincount(prompt_N, minlength=size))[prompt_N]
-
-
 def report(agent: Agent, own: list, foreign: list) -> None:
     own_N, foreign_N = (torch.tensor([r.reward for r in rollouts], dtype=torch.float64) for rollouts in (own, foreign))
-    own_mean_N, source_mean_N = by_prompt(own, own_N), by_prompt(foreign, foreign_N)
-    # Both agents have as many rollouts of each prompt, in the order of prompts: means of one are means for the other.
+    # Both agents have as many rollouts of each prompt, in the order of prompts: one numbering holds for both.
+    prompt_N = torch.tensor([rollout.prompt_index for rollout in own])
+    own_mean_N, source_mean_N = (
+        mean_by(r_N, prompt_N, int(prompt_N.max()) + 1)[prompt_N] for r_N in (own_N, foreign_N)
+    )
     mean_N = (own_mean_N + source_mean_N) / 2
     sigma_N = (mean_N * (1 - mean_N)).sqrt() + 1e-6
     logp_N = log_probabilities(agent, foreign)
