@@ -27,12 +27,12 @@ test: $(VENV)/.dev chromium
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 # The tests of what runs models, on the plain implementation; those of files, texts and processes are the same on either.
-SAME_TESTS := $(addprefix tests/,agents/test_damaged.py agents/test_gguf.py agents/test_prompt_border.py \
-	agents/test_retokenize.py agents/test_sharded.py agents/test_zoo.py integration/test_damage.py \
+SAME_TESTS := $(addprefix tests/,agents/test_damaged.py agents/test_gguf.py rollouts/test_prompt_border.py \
+	rollouts/test_retokenize.py agents/test_sharded.py agents/test_zoo.py integration/test_damage.py \
 	integration/test_resume.py)
 test-plain: $(VENV)/.dev
 	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(addprefix --ignore=,$(SAME_TESTS)) \
-		tests/agents tests/rollouts tests/integration
+		tests/agents tests/learners tests/rollouts tests/integration
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

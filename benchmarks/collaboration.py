@@ -55,7 +55,7 @@ def main() -> None:
 def steps(options: argparse.Namespace, name: str) -> list[dict[str, float]]:
     """Seconds of each step of a short run, of which the slower agent sets the pace."""
     from hacrl.config import RunConfig
-    from hacrl.training.run import train
+    from hacrl.run import train
 
     algorithm, _, plain = name.partition(", ")
     overrides = [*options.overrides, f"algorithm.name={algorithm}", f"max_steps={options.steps}", "learning_rate=0"]

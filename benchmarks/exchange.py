@@ -144,9 +144,9 @@ def settings(folder: Path) -> tuple[Setting, Setting]:
 
 def demo_bytes(folder: Path) -> dict[str, float]:
     """Of a real step of the demo, as Ray's executor sends it."""
-    from hacrl.agents.learning import LearnResult, Lesson
     from hacrl.config import RunConfig
     from hacrl.execution.local import LocalExecutor
+    from hacrl.learners.learner import LearnResult, Lesson
 
     seen: list[tuple[list[Lesson], list[LearnResult]]] = []
 
@@ -271,8 +271,8 @@ def store_seconds(rollouts: list[Any]) -> tuple[float, float]:
 
 def retokenizing_seconds(setting: Setting, model: str) -> float:
     from hacrl.agents.loading import load_tokenizer
-    from hacrl.agents.retokenize import Dropped, Retokenizer
     from hacrl.config import AgentConfig
+    from hacrl.rollouts.retokenize import Dropped, Retokenizer
 
     reader = Retokenizer(load_tokenizer(AgentConfig(id="reader", model=model)), 0, 10**9)
     rollouts = rollouts_of(setting, 64)
@@ -348,7 +348,7 @@ class ReadyMade:
     def learn(self, lessons: Any) -> Any:
         import numpy as np
 
-        from hacrl.agents.learning import LearnResult
+        from hacrl.learners.learner import LearnResult
 
         start = time.process_time()
         names = ("log_ratio", "logp_sum", "num_tokens", "omega", "weight", "objective", "mean_weight", "update")
@@ -437,8 +437,8 @@ def check(setting: Setting, n: int, folder: Path) -> list[str]:
 
     import torch
 
+    from hacrl.run import train
     from hacrl.training.plan import plan, step_seconds
-    from hacrl.training.run import train
 
     alike = setting.of(n, execution="local")
     trainer, _ = trainer_costs(alike, setting, folder)

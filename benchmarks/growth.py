@@ -68,9 +68,9 @@ def step(options: argparse.Namespace, completions: int = 8, length: int = 32, ag
     from harness import problems_for, synchronize
     from prompts import alternating_rewards
 
-    from hacrl.agents.learning import Lesson
     from hacrl.config import RunConfig
     from hacrl.execution.local import LocalExecutor
+    from hacrl.learners.learner import Lesson
 
     names = AGENTS[:agents]
     config = RunConfig.from_dict(

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hacrl.agents.agent import Agent
-from hacrl.agents.learning import Lesson
 from hacrl.config import RunConfig
 from hacrl.execution.memory import keep_freed_memory
+from hacrl.learners.learner import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import permutation
 from hacrl.tasks.problem import Problem

@@ -69,8 +69,8 @@ def main() -> None:
 
 def step_times(options: argparse.Namespace, seconds: float, execution: str, overlap: int) -> list[float]:
     from hacrl.config import RunConfig
+    from hacrl.run import train
     from hacrl.tasks.arithmetic import ArithmeticTask
-    from hacrl.training.run import train
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -61,9 +61,9 @@ def main() -> None:
     from prompts import word_problems
     from transformers import AutoTokenizer
 
-    from hacrl.agents.master import cast_parameters
     from hacrl.decoder import Backbone
     from hacrl.execution.memory import keep_freed_memory
+    from hacrl.learners.weights import cast_parameters
     from hacrl.rollouts.engine import SamplingParams
     from hacrl.rollouts.native import NativeEngine
 

@@ -29,10 +29,10 @@ def main() -> None:
     from harness import machine, print_table, timed
     from sampling import MATRIX_RATE, load
 
-    from hacrl.agents.logprobs import PlainScorer
-    from hacrl.agents.master import cast_parameters
     from hacrl.decoder import Backbone
+    from hacrl.decoder.plain import PlainScorer
     from hacrl.decoder.scoring import GraphedScorer, Scorer
+    from hacrl.learners.weights import cast_parameters
 
     on_cuda = torch.cuda.is_available()
     torch.set_num_threads(options.threads)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacrl import algorithms
 from hacrl.agents.loading import resolve_model
-from hacrl.agents.retokenize import Dropped, Retokenizer, decode
+from hacrl.rollouts.retokenize import Dropped, Retokenizer, decode
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import SHUFFLE, permutation
 from hacrl.tasks.arithmetic import ArithmeticTask, verify

@@ -27,9 +27,9 @@ from conftest import FAST
 from hacrl import RunConfig, UserError, __version__, train
 from hacrl.agents.loading import ZOO, zoo_names
 from hacrl.cli import main
-from hacrl.training.browse import show_rollouts
+from hacrl.config.settings import preset_names
+from hacrl.live.browse import show_rollouts
 from hacrl.training.plan import plan
-from hacrl.yaml_settings import preset_names
 from tiny_gguf import File
 
 TINY: dict[str, Any] = {

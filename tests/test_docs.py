@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation
 from hacrl.config import LoraConfig, ModelSettings, RunConfig, parse_algorithm
-from hacrl.task_config import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
-from hacrl.training.run import train
+from hacrl.config.task import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
+from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
+from hacrl.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
-from hacrl.training.warmup.config import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
-from hacrl.training.warmup.stage import warm_up
+from hacrl.warmup.stage import warm_up
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
@@ -333,7 +333,7 @@ def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunD
 
 
 def test_the_reasons_for_dropping_are_documented() -> None:
-    source = "".join((PACKAGE / "agents" / name).read_text(encoding="utf-8") for name in ("agent.py", "retokenize.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
     raised = re.findall(r'Dropped\("(\w+)"\)', source) + re.findall(r'dropped\[row\] = "(\w+)"', source)
     assert sorted(raised) == sorted(first_column("reason"))
 
@@ -361,11 +361,17 @@ def test_every_file_of_a_run_is_documented(run: RunDir) -> None:
 
 ROOMS = [
     "cli",
+    "report",
     "study",
+    "run",
+    "live",
     "evaluation",
+    "warmup",
     "training",
     "execution",
     "agents",
+    "learners",
+    "sources",
     "rollouts",
     "decoder",
     "tasks",

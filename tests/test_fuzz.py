@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from hacrl.config import RunConfig
+from hacrl.config.settings import PRESETS, preset_names
+from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import CONTROL, UserError, harmless
 from hacrl.study.grid import STUDIES, Study, StudyConfig
 from hacrl.tasks import build_task
 from hacrl.training.run_dir import changed_settings
-from hacrl.training.warmup.config import WarmupConfig
-from hacrl.yaml_settings import PRESETS, preset_names
 
 WARMUP = """
 agents:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hacrl.demo import EVIDENCE
+from hacrl.cli.demo import EVIDENCE
 from hacrl.training.run_dir import RunDir
 
 PICTURE = Path(__file__).parents[1] / "demo.svg"

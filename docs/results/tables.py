@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from hacrl.statistics import t_interval
 from hacrl.study.results import COSTS, cost
-from hacrl.study.statistics import t_interval
 
 
 def main() -> None:

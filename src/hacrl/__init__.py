@@ -12,7 +12,7 @@ from hacrl.errors import TrainingDiverged, UserError
 
 if TYPE_CHECKING:
     from hacrl.config import RunConfig
-    from hacrl.training.run import RunResult, train
+    from hacrl.run import RunResult, train
 
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "RunResult", "TrainingDiverged", "UserError", "__version__", "train"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return RunConfig
     if name in ("RunResult", "train"):
-        from hacrl.training import run
+        from hacrl import run
 
         return getattr(run, name)
     raise AttributeError(f"module 'hacrl' has no attribute {name!r}")

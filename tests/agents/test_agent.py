@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
-from hacrl.agents.loading import ZOO, end_of_turn_ids, readable_ids
+from hacrl.agents.loading import ZOO, end_of_turn_ids
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
+from hacrl.rollouts.retokenize import readable_ids
+from hacrl.run import train
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.tasks.problem import Problem
 from hacrl.training.checkpoint import complete_checkpoints
-from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from hacrl.training.schedule import learning_rate
 from tiny_models import tiny

@@ -17,20 +17,20 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import FAST, MakeConfig
-from hacrl.agents import prompts
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO, load_model
-from hacrl.agents.prompts import Beginning, encode
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
+from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.evaluation.answers import Sampler
 from hacrl.evaluation.heldout import evaluate_target
+from hacrl.rollouts import prompts
+from hacrl.rollouts.prompts import Beginning, encode
+from hacrl.run import train
 from hacrl.tasks.problem import Problem
 from hacrl.training.plan import plan
-from hacrl.training.run import train
-from hacrl.training.warmup.config import WarmupConfig
-from hacrl.training.warmup.stage import warm_up
+from hacrl.warmup.stage import warm_up
 from tiny_models import tiny
 
 Damage = Callable[[Path], Any]

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacrl.agents.loading import ZOO as MODELS
 from hacrl.agents.loading import zoo_names
-from hacrl.agents.retokenize import vocabulary_fingerprint
 from hacrl.agents.zoo.catalog import catalog
 from hacrl.agents.zoo.train import PAIRS, ZOO, warm_up
 from hacrl.config import RunConfig
+from hacrl.rollouts.retokenize import vocabulary_fingerprint
 
 
 def test_the_zoo_is_small_varied_and_unfinished() -> None:

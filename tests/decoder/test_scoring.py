@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hacrl.agents.logprobs import completion_logprobs
 from hacrl.decoder import Backbone
 from hacrl.decoder.packing import Packed
+from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs, common_shape, fresh_leaves
 from tiny_models import (
     ARCHITECTURES,

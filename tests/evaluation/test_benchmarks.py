@@ -24,8 +24,8 @@ from hacrl.evaluation.answers import Judge
 from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.check import check_verifier
 from hacrl.evaluation.figures import majority
+from hacrl.run import train
 from hacrl.tasks.benchmarks import load_benchmarks
-from hacrl.training.run import train
 
 PROBLEMS = {"12+34-5=": 41, "70-8-9=": 53, "3+4+5=": 12, "99-98+1=": 2, "20+20+20=": 60, "5-5+5=": 5}
 MODEL = "zoo:llama-plus"

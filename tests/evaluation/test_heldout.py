@@ -8,7 +8,7 @@ from rich.console import Console
 
 from conftest import MakeConfig
 from hacrl.evaluation.heldout import evaluate_target
-from hacrl.training.run import train
+from hacrl.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
 
 

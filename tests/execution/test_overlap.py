@@ -12,14 +12,14 @@ import torch
 
 from conftest import MakeConfig
 from hacrl.agents.agent import Agent
-from hacrl.agents.learning import Lesson
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
+from hacrl.learners.learner import Lesson
 from hacrl.rollouts.rollout import Rollout
+from hacrl.run import resumed_config, train
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import write_marker
-from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from integration.test_resume import assert_equal_runs, interruptible
 

@@ -25,8 +25,8 @@ from ray.cluster_utils import Cluster
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
 from hacrl.execution import private_ray
+from hacrl.run import resumed_config, train
 from hacrl.tasks.keeper import descendants
-from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir
 from integration.test_resume import assert_equal_runs, interruptible
 

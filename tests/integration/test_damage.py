@@ -14,8 +14,8 @@ import pytest
 from conftest import FAST
 from hacrl.cli import main
 from hacrl.config import RunConfig
+from hacrl.run import train
 from hacrl.training.checkpoint import damage, find_checkpoint, newest_whole, to_continue_from
-from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir
 
 Damage = Callable[[Path], None]

@@ -10,8 +10,8 @@ import pytest
 
 from conftest import MakeConfig
 from hacrl.config import RunConfig
+from hacrl.run import resumed_config, train
 from hacrl.training.plan import plan
-from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from integration.test_resume import assert_equal_runs
 

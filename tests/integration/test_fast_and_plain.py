@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from conftest import MakeConfig
 from hacrl.agents.loading import ZOO
+from hacrl.run import train
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import complete_checkpoints
-from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from tiny_models import tiny
 

@@ -16,18 +16,18 @@ from safetensors.torch import load_file
 
 from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
-from hacrl.agents.learning import Lesson
 from hacrl.agents.loading import ZOO
 from hacrl.algorithms import ALGORITHMS, GRPO, GSPO, HACPO, Advantages, Algorithm
-from hacrl.cli_tables import print_plan
+from hacrl.cli.demo import NO_EVIDENCE, print_result, run_demo, same_experiment
+from hacrl.cli.tables import print_plan
 from hacrl.config import AgentConfig, RunConfig
-from hacrl.demo import NO_EVIDENCE, print_result, run_demo, same_experiment
 from hacrl.errors import UserError
 from hacrl.evaluation.heldout import evaluate_target, interval
+from hacrl.learners.learner import Lesson
+from hacrl.live.browse import show_rollouts
+from hacrl.run import resumed_config, train
 from hacrl.tasks.arithmetic import ArithmeticTask
-from hacrl.training.browse import show_rollouts
 from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of
-from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 
 

@@ -16,9 +16,9 @@ import torch
 from conftest import FAST, MakeConfig
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.run import check_same_run, resumed_config, train
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import complete_checkpoints, step_of
-from hacrl.training.run import check_same_run, resumed_config, train
 from hacrl.training.run_dir import RunDir
 
 

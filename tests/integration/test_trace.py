@@ -9,7 +9,7 @@ import pytest
 import reference
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS
-from hacrl.training.run import train
+from hacrl.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
 
 CLOSE = {"rel": 1e-9, "abs": 1e-9}

@@ -22,10 +22,10 @@ from hacrl.agents.loading import ZOO
 from hacrl.algorithms import ALGORITHMS
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.execution.local import LocalExecutor
+from hacrl.run import resumed_config, train
 from hacrl.tasks import build_task
 from hacrl.tasks.arithmetic import ArithmeticTask, verify
 from hacrl.training.checkpoint import complete_checkpoints, step_of
-from hacrl.training.run import resumed_config, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from hacrl.training.trainer import Trainer
 from integration.test_guards import Overflowing

@@ -25,8 +25,8 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO
-from hacrl.study.report.page import write_report
-from hacrl.training.run import train
+from hacrl.report.page import write_report
+from hacrl.run import train
 
 HOSTILE = '<img src=x onerror="hacked=1"></script><script>hacked=1</script><!--\u202eevil\u2066 \x1b[31mred\x07'
 SHOWN = '<img src=x onerror="hacked=1"></script><script>hacked=1</script><!--\\u202eevil\\u2066 \\x1b[31mred\\x07'

@@ -19,10 +19,10 @@ from report_material import FOUR, TWO, write_config, write_lines, write_run, wri
 from conftest import MakeConfig
 from hacrl.cli import main
 from hacrl.errors import UserError
-from hacrl.study.report import collect
-from hacrl.study.report.page import embedded, write_report
-from hacrl.study.report.rollouts import MAX_TEXT, Chunks, step_data
-from hacrl.training.run import train
+from hacrl.report import collect
+from hacrl.report.page import embedded, write_report
+from hacrl.report.rollouts import MAX_TEXT, Chunks, step_data
+from hacrl.run import train
 
 OLD = [
     {"step": 0, "a/eval_accuracy": 0.5, "b/eval_accuracy": 0.2},

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hacrl.agents.loading import ZOO, zoo_names
-from hacrl.agents.logprobs import completion_logprobs
 from hacrl.decoder import Backbone
+from hacrl.decoder.plain import completion_logprobs
 from hacrl.errors import TrainingDiverged
 from hacrl.rollouts import native
 from hacrl.rollouts.engine import Engine, SamplingParams

@@ -8,9 +8,9 @@ import torch
 
 from conftest import FAST
 from hacrl.agents.agent import Agent
-from hacrl.agents.logprobs import completion_logprobs
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
+from hacrl.decoder.plain import completion_logprobs
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.tasks.arithmetic import ArithmeticTask
 

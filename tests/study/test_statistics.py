@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hacrl.study.statistics import (
+from hacrl.statistics import (
     bootstrap_interval,
     effect_size,
     holm,

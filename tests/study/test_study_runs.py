@@ -19,6 +19,7 @@ from rich.console import Console
 
 from conftest import FAST
 from hacrl.errors import UserError
+from hacrl.run import train
 from hacrl.study.grid import Study, StudyConfig
 from hacrl.study.runner import (
     Child,
@@ -30,7 +31,6 @@ from hacrl.study.runner import (
     run_study,
     with_earlier_threads,
 )
-from hacrl.training.run import train
 from hacrl.training.run_dir import RunDir
 
 ZOO = Path(sys.modules["hacrl"].__file__ or "").parent / "agents" / "zoo" / "models"

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hacrl.config import RunConfig
+from hacrl.config.settings import apply_overrides
+from hacrl.config.task import TaskConfig
 from hacrl.errors import UserError
-from hacrl.task_config import TaskConfig
 from hacrl.tasks import Task, build_task
 from hacrl.tasks.gym import CHUNK, INSTRUCTIONS, GymTask, split_of
 from hacrl.tasks.gym_reward import read_answer
-from hacrl.yaml_settings import apply_overrides
 
 EASY = {"min_terms": 2, "max_terms": 2, "max_digits": 2}
 VARIED = ["chain_sum", "basic_arithmetic", "spell_backward", "mini_sudoku", "propositional_logic", "gsm_symbolic"]

@@ -6,8 +6,8 @@ import pytest
 
 from hacrl.algorithms import FTIS, HACPO, Algorithm, RobustHACPO, Swarm
 from hacrl.config import RunConfig
+from hacrl.run import train
 from hacrl.training.health import WINDOW, CollaborationCheck
-from hacrl.training.run import train
 
 
 def step(kept: float | None = 0.5, cosine: float | None = 0.1, dropped: int = 0) -> dict[str, Any]:

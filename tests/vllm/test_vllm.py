@@ -21,7 +21,7 @@ from hacrl.errors import UserError
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.vllm import VLLM, VLLMEngine
-from hacrl.training.run import train
+from hacrl.run import train
 from hacrl.training.run_dir import RunDir
 
 EAGER = {"enforce_eager": True}

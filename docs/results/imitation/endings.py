@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 
 from hacrl.agents.agent import Agent
-from hacrl.agents.imitation import Imitator
 from hacrl.algorithms import Imitation
 from hacrl.config import RunConfig
 from hacrl.execution.executor import files_of
+from hacrl.learners.imitation import Imitator
+from hacrl.run import train
 from hacrl.tasks import build_task
-from hacrl.training.run import train
 
 ENDINGS: dict[str, dict[str, Any] | None] = {
     "none": None,

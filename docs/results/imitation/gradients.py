@@ -17,7 +17,7 @@ from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO
 from hacrl.algorithms.advantage import mean_by
 from hacrl.config import AgentConfig
-from hacrl.task_config import TaskConfig
+from hacrl.config.task import TaskConfig
 from hacrl.tasks import build_task
 
 PAIR = ("llama-plus", "llama-minus")

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hacrl.agents.imitation import Imitator
-from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import (
     Bases,
     check_vocabulary,
@@ -21,21 +19,23 @@ from hacrl.agents.loading import (
     load_tokenizer,
     looks_positions_up,
     positions_of,
-    readable_ids,
     source_of,
     vocabulary_of,
 )
-from hacrl.agents.lora import Adapter, base_model, with_same_weights
-from hacrl.agents.master import MasterWeights, cast_parameters
-from hacrl.agents.policy import Policy, naming
-from hacrl.agents.prompts import Beginning, check_ids, has_unknown, render
-from hacrl.agents.retokenize import Dropped, Retokenizer, decode
-from hacrl.agents.supervised import Row
-from hacrl.agents.updating import read_state
 from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
+from hacrl.decoder.policy import Policy, naming
 from hacrl.errors import UserError, warn
+from hacrl.learners.imitation import Imitator
+from hacrl.learners.learner import Learner, LearnResult, Lesson
+from hacrl.learners.lora import Adapter, base_model, with_same_weights
+from hacrl.learners.supervised import Row
+from hacrl.learners.updating import read_state
+from hacrl.learners.weights import MasterWeights, cast_parameters
 from hacrl.rollouts.engine import Engine, SamplingParams
+from hacrl.rollouts.engines import engine_of
+from hacrl.rollouts.prompts import Beginning, check_ids, has_unknown, render
+from hacrl.rollouts.retokenize import Dropped, Retokenizer, decode, readable_ids
 from hacrl.rollouts.rollout import Completion, Rollout
 from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
 from hacrl.seeding import ADAPTER, EVALUATE, SAMPLE, derive_seed
@@ -87,7 +87,7 @@ class Agent:
         self.read_tokens()
         policy = Policy(self.model, config, self.stop_ids, entropy_gradient=algorithm.entropy_coef > 0)
         self.weights = MasterWeights(self.model, policy.dtype, config.optimizer_offload)
-        self.engine = self._vllm(sampler) if config.engine == "vllm" else policy.engine(self.tokenizer)
+        self.engine = self._vllm(sampler) if config.engine == "vllm" else engine_of(policy, self.tokenizer)
         reference = None
         if algorithm.beta or config.log_kl:
             model = load_model(config) if config.lora is None else with_same_weights(base)

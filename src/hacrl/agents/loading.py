@@ -12,13 +12,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from hacrl.agents.amx import avoid_broken_amx
-from hacrl.agents.lora import CONFIG_FILE, Adapter, base_model, merged, read_options
-from hacrl.agents.master import cast_parameters
-from hacrl.agents.opening import AGAIN, not_loaded, opening
-from hacrl.agents.prompts import chat_text, check_template
 from hacrl.config import AgentConfig
+from hacrl.decoder.amx import avoid_broken_amx
 from hacrl.errors import UserError, nearest, warn
+from hacrl.learners.lora import CONFIG_FILE, Adapter, base_model, merged, read_options
+from hacrl.learners.weights import cast_parameters
+from hacrl.opening import AGAIN, not_loaded, opening
+from hacrl.rollouts.prompts import chat_text, check_template
+from hacrl.rollouts.retokenize import readable_ids
 
 disable_progress_bar()
 # A table of what `_misfit` puts into a sentence; only errors of conversion are told nowhere else.
@@ -354,12 +355,6 @@ def closing_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
     turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     text = chat_text(tokenizer, turn, where, tokenizer.name_or_path)
     return list(tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False))
-
-
-def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set[int]:
-    """Ids whose token is part of the text: what decoding keeps."""
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return set(tokenizer.get_vocab().values()) - special - set(tokenizer.all_special_ids) - set(stop_ids)
 
 
 def count_parameters(config: AgentConfig) -> tuple[int, int]:

@@ -27,18 +27,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hacrl.agents.agent import Agent, Traits
-from hacrl.agents.imitation import Imitator
-from hacrl.agents.learning import Learner, LearnResult, Lesson
 from hacrl.agents.loading import load_model, load_tokenizer, resolve_device
-from hacrl.agents.lora import with_same_weights
-from hacrl.agents.master import MasterWeights
-from hacrl.agents.policy import Policy, local
-from hacrl.agents.team import join_team
-from hacrl.agents.updating import read_state
 from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
+from hacrl.decoder.policy import Policy, local
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import TrainingDiverged, UserError
+from hacrl.learners.imitation import Imitator
+from hacrl.learners.learner import Learner, LearnResult, Lesson
+from hacrl.learners.lora import with_same_weights
+from hacrl.learners.ranks import join_team
+from hacrl.learners.updating import read_state
+from hacrl.learners.weights import MasterWeights
+from hacrl.rollouts.engines import engine_of
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sampler
 from hacrl.seeding import derive_seed
@@ -201,7 +202,7 @@ class WholeModel:
         if self.policy is None:
             self.model.to(agent.device).requires_grad_(False)
             self.policy = Policy(self.model, agent.config, agent.stop_ids)
-            agent.engine = self.policy.engine(agent.tokenizer)
+            agent.engine = engine_of(self.policy, agent.tokenizer)
         elif self.policy.backbone is not None:
             self.policy.backbone.moved += 1
         try:

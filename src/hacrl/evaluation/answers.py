@@ -14,12 +14,13 @@ from hacrl.agents.loading import (
     load_tokenizer,
     positions_of,
 )
-from hacrl.agents.master import cast_parameters
-from hacrl.agents.policy import Policy, naming
-from hacrl.agents.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.config import AgentConfig
+from hacrl.decoder.policy import Policy, naming
 from hacrl.errors import UserError, warn
+from hacrl.learners.weights import cast_parameters
 from hacrl.rollouts.engine import Engine, SamplingParams
+from hacrl.rollouts.engines import engine_of
+from hacrl.rollouts.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.rollouts.rollout import Completion
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import MathPool, Verifier
@@ -48,7 +49,7 @@ class Sampler:
         check_vocabulary(model, self.tokenizer, self.config.id)
         policy = Policy(model, self.config, end_of_turn_ids(model, self.tokenizer, self.config.id))
         cast_parameters(model, policy.dtype)
-        return policy.engine(self.tokenizer)
+        return engine_of(policy, self.tokenizer)
 
     def complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Completion]:
         """One completion of each prompt."""

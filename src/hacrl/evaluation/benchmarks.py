@@ -19,13 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hacrl.agents.loading import resolve_model
-from hacrl.agents.retokenize import decode
 from hacrl.config import AgentConfig, RunConfig, checked
+from hacrl.config.settings import apply_overrides
 from hacrl.errors import UserError, warn
 from hacrl.evaluation.answers import Judge, Line, Sampler
 from hacrl.evaluation.figures import Array, by_problem, majority, mean_interval, mean_over_sets
 from hacrl.evaluation.heldout import agents_of, check_model
 from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.retokenize import decode
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.boxed import stated
@@ -33,7 +34,6 @@ from hacrl.tasks.problem import Problem
 from hacrl.training import files
 from hacrl.training.files import NUMBER, Kind, read_object
 from hacrl.training.run_dir import RunDir, make_folder, to_json, write_atomically
-from hacrl.yaml_settings import apply_overrides
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 """What a model is told that is not the agent of a run."""

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hacrl.agents.agent import Traits
-from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Reading
 from hacrl.errors import UserError
+from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 

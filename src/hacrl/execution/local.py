@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 
 from hacrl.agents.agent import Agent, Traits
-from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.loading import Bases
 from hacrl.agents.sharded import ShardedAgent
 from hacrl.algorithms import Reading
@@ -16,6 +15,7 @@ from hacrl.config import RunConfig
 from hacrl.decoder.parallel import use_threads
 from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
+from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 

@@ -14,13 +14,13 @@ from uuid import uuid4
 
 from hacrl import __version__
 from hacrl.agents.agent import Traits
-from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.agents.sharded import Member, joined, state_of
 from hacrl.algorithms import Reading
 from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, files_of
 from hacrl.execution.memory import peak_resident_gib
+from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 

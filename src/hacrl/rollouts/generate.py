@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
+from hacrl.decoder.padding import pad_left
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.native import require_finite, uniform_numbers
-from hacrl.rollouts.padding import pad_left
 from hacrl.rollouts.rollout import Completion, FinishReason
 from hacrl.rollouts.sampling import choose_tokens, length_at_stop
 

@@ -10,13 +10,13 @@ from pydantic import Field, field_validator, model_validator
 
 from hacrl.algorithms import ALGORITHMS
 from hacrl.config import RunConfig, check_command, checked
+from hacrl.config.settings import apply_overrides, preset_names, read_source, with_overrides
+from hacrl.config.strict import Few, Seed, Strict
+from hacrl.config.strict_yaml import dump_yaml
 from hacrl.errors import UserError, nearest
-from hacrl.strict import Few, Seed, Strict
-from hacrl.strict_yaml import dump_yaml
 from hacrl.training.run_dir import RunDir
-from hacrl.yaml_settings import apply_overrides, preset_names, read_source, with_overrides
 
-STUDIES = Path(__file__).parents[1] / "studies"
+STUDIES = Path(__file__).parents[1] / "config" / "studies"
 
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 ENLARGED = re.compile(r"(.+)_x([1-9][0-9]{0,4})")

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hacrl.live.progress import duration
+from hacrl.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
 from hacrl.study.grid import Run, Study
-from hacrl.study.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
 from hacrl.training.files import STUDY, read_object
-from hacrl.training.progress import duration
 from hacrl.training.run_dir import write_atomically
 
 ALL = "all"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hacrl.task_config import PartConfig, RewardConfig, SourceConfig, TaskConfig
+from hacrl.config.task import PartConfig, RewardConfig, SourceConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import ProblemStream, load_problems, overlap

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any
 
-from hacrl.task_config import CurriculumConfig
+from hacrl.config.task import CurriculumConfig
 
 
 class Curriculum:

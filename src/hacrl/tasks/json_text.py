@@ -5,8 +5,8 @@ import re
 import reprlib
 from typing import Any
 
+from hacrl.config.strict_yaml import MAX_DEPTH, line_and_column
 from hacrl.errors import UserError
-from hacrl.strict_yaml import MAX_DEPTH, line_and_column
 
 TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*(:?)|[\[{]|[\]}]', re.DOTALL)
 """What matters for keys and nesting: a text, with a colon where it is a key, and brackets."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacrl.agents.loading import load_model
-from hacrl.agents.lora import CONFIG_FILE
 from hacrl.errors import UserError
+from hacrl.learners.lora import CONFIG_FILE
 from hacrl.training.checkpoint import find_checkpoint
 from hacrl.training.run_dir import RunDir
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Advantages
+from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict

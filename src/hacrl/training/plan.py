@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from hacrl.agents.loading import count_parameters
-from hacrl.agents.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.decoder.head import CHUNK_ELEMENTS
+from hacrl.decoder.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
 from hacrl.execution.local import THREADS
 from hacrl.tasks import build_task
 from hacrl.tasks.dataset import is_on_hub

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hacrl.agents.learning import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.training.metrics import teaching
 

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from hacrl.config import RunConfig
+from hacrl.config.settings import read_source
 from hacrl.errors import UserError, warn
 from hacrl.training.files import ANYTHING, METRICS, SUMMARY, each_line, read_lines, read_object
-from hacrl.yaml_settings import read_source
 
 STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 UNBEGUN = {".lock", ".config.yaml.partial", ".warmup.yaml.partial"}

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hacrl.agents.learning import LearnResult, Lesson
 from hacrl.algorithms import Advantages
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import Executor
+from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import NUMBER, SHUFFLE, global_random_state, permutation, restore_global_random_state
 from hacrl.tasks import Task

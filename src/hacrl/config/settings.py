@@ -1,0 +1,96 @@
+"""Settings as they are given, before anything is checked: presets, YAML files and `key=value`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hacrl.config.strict_yaml import MAX_DEPTH, load_yaml
+from hacrl.errors import UserError, nearest
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
+    path = Path(source)
+    if str(source) in preset_names():
+        path = PRESETS / f"{source}.yaml"
+    elif not is_file(path):
+        if (path / "config.yaml").is_file():
+            raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
+        if path.suffix in (".yaml", ".yml") or path.parent != Path():
+            raise UserError(
+                f"There is no file {path}. A preset ({', '.join(preset_names())}) or a YAML file is needed."
+            )
+        raise UserError(f"{str(source)!r} is neither a file nor a preset{nearest(str(source), preset_names())}")
+    data = load_yaml(path.read_bytes(), str(path))
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold keys and values (algorithm, agents, task, ...).")
+    return data, str(source)
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; what cannot be a path is none."""
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, or in a folder that nobody may look into
+        return False
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`a.b.c=value`; the last one wins; another algorithm.name starts from that algorithm's defaults."""
+    pairs: list[tuple[list[str], Any]] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r} is not of the form key=value, for example max_steps=20.")
+        if key.count(".") >= MAX_DEPTH:
+            raise UserError(f"{key[:40]}...: more than {MAX_DEPTH} names with dots between them.")
+        pairs.append((key.split("."), load_yaml(text, f"The value of {key}")))
+    pairs = [pair for i, pair in enumerate(pairs) if all(pair[0] != later for later, _ in pairs[i + 1 :])]
+    # The name decides which options exist, so it comes before them wherever it stands.
+    pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
+    for path, value in pairs:
+        section = data.get("algorithm")
+        name = section.get("name", value) if isinstance(section, dict) else None  # options without a name stay
+        renamed = path == ["algorithm", "name"] and name != value
+        if renamed or (path == ["algorithm"] and isinstance(value, str)):
+            data = {**data, "algorithm": {"name": value}}
+        else:
+            data = _replace(data, path, value, ".".join(path))
+    return data
+
+
+def with_overrides(where: str, overrides: Sequence[str]) -> str:
+    """What a mistake is in, for a person: the file may be right and an override wrong."""
+    return " ".join([where, "with", *overrides] if overrides else [where])
+
+
+def find_item(items: Sequence[Any], path: Sequence[str], where: str) -> tuple[int, Sequence[str]]:
+    """The position of the item that a path begins with, by its id or its position, and the rest of the path."""
+    ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(items)]
+    # An id may have dots itself: the longest that fits is meant.
+    parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
+    key = ".".join(path[:parts])
+    position = ids.index(key) if key in ids else int(key) if key.isdecimal() and len(key) < 10 else -1
+    if not 0 <= position < len(items):
+        raise UserError(f"{where}: there is no item {key!r}{nearest(key, ids)}")
+    return position, path[parts:]
+
+
+def _replace(node: Any, path: Sequence[str], value: Any, where: str) -> Any:
+    """A copy of the tree with one place changed."""
+    if not path:
+        return value
+    if isinstance(node, list):
+        position, rest = find_item(node, path, where)
+        return [_replace(item, rest, value, where) if i == position else item for i, item in enumerate(node)]
+    key, rest = path[0], path[1:]
+    if node is None:
+        node = {}
+    if not isinstance(node, dict):
+        raise UserError(f"{where}: {key!r} cannot be set, because its parent is the value {node!r}.")
+    return {**node, key: _replace(node.get(key), rest, value, where)}

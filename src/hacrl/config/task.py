@@ -1,0 +1,189 @@
+"""The section `task` of a run: where problems come from, and how answers to them are verified."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hacrl.config.strict import Few, Length, Options, Positive, Seconds, Size, Strict, Weight
+
+
+class RewardConfig(Strict):
+    name: str
+    """exact, math, soft_overlong, or module:function."""
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    max_completion_length: Length | None = None
+    """The number of tokens from which on soft_overlong is -1."""
+    soft_punish_cache: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    """How many tokens before that soft_overlong begins to fall."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        longest, cache = self.max_completion_length, self.soft_punish_cache
+        if self.name != "soft_overlong" and (longest, cache) != (None, None):
+            raise ValueError("max_completion_length and soft_punish_cache are for soft_overlong: remove them")
+        if self.name == "soft_overlong" and (longest is None or cache is None or cache > longest):
+            raise ValueError("soft_overlong needs max_completion_length, and soft_punish_cache of at most that")
+        return self
+
+
+class CurriculumConfig(Strict):
+    """Stages of a task from reasoning-gym, from easy to hard."""
+
+    stages: Annotated[list[Options], Field(min_length=2, max_length=1000)]
+    """Options of each stage, over `options`."""
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """The next stage begins when the mean reward of the last `window` steps is at least this."""
+    window: Positive = 5
+
+
+class SourceConfig(Strict):
+    """One source of problems and how answers to them are verified."""
+
+    name: str | None = None
+    """A procedural task: arithmetic, or gym:GENERATOR of reasoning-gym. Otherwise give `train`."""
+    min_operators: Few = 2
+    max_operators: Few = 3
+    max_operand: Annotated[int, Field(ge=9, le=99)] = 99
+    minus_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the chains of `arithmetic` that lean to subtraction."""
+    options: Options = {}
+    """Options of a gym task's generator."""
+    answer: Literal["tag", "last_line", "whole"] = "tag"
+    """What is scored in a gym task: the text in the last <answer>...</answer>, the last line, or all of it."""
+    instruction: str | None = None
+    """Text added to every question of a gym task; default: a sentence that asks for an answer in that form."""
+    curriculum: CurriculumConfig | None = None
+    """Stages of a gym task, from easy to hard."""
+    train: str | None = None
+    """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""
+    eval: str | None = None
+    subset: str | None = None
+    eval_subset: str | None = None
+    """Subsets of hub data sets."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    """Split of a hub data set; for procedural tasks `test` or `validation`."""
+    reward: list[RewardConfig] = []
+    """exact, math, soft_overlong or module:function; or a list of them with weights."""
+    reward_timeout: Seconds = 10.0
+    """Seconds for one completion in `math`, and in the scorer of a gym task."""
+    reward_call_timeout: Seconds = 120.0
+    """Seconds for one call of your own function."""
+    reward_workers: Few = 2
+    reward_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = 4.0
+    """Memory that each process of a reward function may use, with the processes it starts; null: no limit."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is None or name == "arithmetic" or name.startswith("gym:"):
+            return name
+        raise ValueError(f"expected 'arithmetic' or gym:GENERATOR, not {name!r}")
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _as_list(cls, reward: Any) -> Any:
+        if reward is None:
+            return []
+        if not isinstance(reward, str | list):
+            raise ValueError(f"expected exact, math, module:function or a list of them, not {reward!r}")
+        listed = [reward] if isinstance(reward, str) else reward
+        return [{"name": item} if isinstance(item, str) else item for item in listed]
+
+    @property
+    def generator(self) -> str | None:
+        """The name of a gym task's generator."""
+        return self.name.removeprefix("gym:") if self.name and self.name.startswith("gym:") else None
+
+    @property
+    def has_heldout(self) -> bool:
+        return self.name is not None or self.eval is not None
+
+    def check_source(self) -> None:
+        """ValueError unless this says where problems come from."""
+        if (self.name is None) == (self.train is None):
+            raise ValueError("give either name (arithmetic, or gym:GENERATOR) or train (a file), not both")
+        if self.name is None and not self.reward:
+            raise ValueError("reward is missing: exact, math or module:function")
+        if self.reward and all(reward.name == "soft_overlong" for reward in self.reward):
+            raise ValueError("soft_overlong is a penalty beside a reward: add exact, math or module:function")
+        if self.name is not None and self.reward:
+            raise ValueError(f"the task {self.name} has its own verifier: remove reward")
+        if self.name is not None and self.eval is not None:
+            raise ValueError(f"the task {self.name} has its own held-out problems: remove eval")
+        if self.name is not None and self.eval_split not in ("test", "validation"):
+            raise ValueError(f"eval_split of {self.name} is test or validation")
+        arithmetic, gym = "the task arithmetic (name: arithmetic)", "tasks from reasoning-gym (name: gym:GENERATOR)"
+        for fits, whose, options in (
+            (self.name == "arithmetic", arithmetic, ("min_operators", "max_operators", "max_operand", "minus_share")),
+            (self.generator is not None, gym, ("options", "answer", "instruction", "curriculum")),
+            (is_data_set(self.train), "data sets of the hub (org/name)", ("subset", "train_split")),
+            (is_data_set(self.eval), "data sets of the hub (org/name)", ("eval_subset",)),
+        ):
+            for option in options:
+                if not fits and getattr(self, option) != SourceConfig.model_fields[option].default:
+                    raise ValueError(f"{option} is for {whose}: remove it")
+        if self.min_operators > self.max_operators:
+            raise ValueError("min_operators is larger than max_operators")
+
+
+def is_data_set(source: str | None) -> bool:
+    """Whether it is no single file: one of the hub, or a folder."""
+    return source is not None and not source.endswith((".jsonl", ".json", ".parquet"))
+
+
+def part_label(id: str | None, name: str | None, train: str | None) -> str:
+    """What metrics call a part of a mixture."""
+    return id or (name or "").removeprefix("gym:") or Path(str(train)).stem
+
+
+class PartConfig(SourceConfig):
+    """One part of a mixture."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """What metrics call it; default: the task's or the file's name."""
+    weight: Weight = 1.0
+
+    @property
+    def label(self) -> str:
+        return part_label(self.id, self.name, self.train)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        self.check_source()
+        return self
+
+
+class TaskConfig(SourceConfig):
+    """Where problems come from and how answers are verified."""
+
+    mixture: Annotated[list[PartConfig], Field(max_length=100)] = []
+    """Several sources in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
+    eval_size: Size = 500
+    """At most so many held-out problems are used during training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _section(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            key = "name" if data == "arithmetic" or data.startswith("gym:") else "train"
+            raise ValueError(f"expected a section, not {data!r}; write task.{key}={data}")
+        return data
+
+    @property
+    def has_heldout(self) -> bool:
+        return super().has_heldout or any(part.has_heldout for part in self.mixture)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if not self.mixture:
+            self.check_source()
+            return self
+        for field in SourceConfig.model_fields:
+            if getattr(self, field) != SourceConfig.model_fields[field].default:
+                raise ValueError(f"{field} belongs to a part of the mixture, not beside it")
+        labels = [part.label for part in self.mixture]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"mixture: every part needs an id of its own, but they are {', '.join(labels)}")
+        return self

@@ -1,0 +1,180 @@
+"""A whole warm-up as one typed tree."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hacrl.config.run import (
+    MAX_AGENTS,
+    SECTIONS,
+    AgentConfig,
+    ModelSettings,
+    check_command,
+    checked,
+    share_settings,
+    without_shared_settings,
+)
+from hacrl.config.settings import apply_overrides, read_source, with_overrides
+from hacrl.config.strict import Count, Options, Positive, Seed, Size, Strict, Weight
+from hacrl.config.strict_yaml import dump_yaml
+from hacrl.config.task import TaskConfig, is_data_set
+from hacrl.errors import UserError
+
+MAX_LAYERS = 1_000
+MAX_WIDTH = 10_000_000
+"""The largest whole number in the architecture of a new model, the vocabulary's size among them."""
+
+
+class DataConfig(Strict):
+    """Where rows come from: a file with prompts and completions, or a task that knows completions."""
+
+    file: str | None = None
+    """JSONL, JSON or parquet, a folder written by `datasets`, or a hub id; prompt and completion, or messages."""
+    split: str = "train"
+    """Split of a hub data set, or of a folder with several."""
+    subset: str | None = None
+    """Subset of a hub data set."""
+    task: TaskConfig | None = None
+    """arithmetic, gym:GENERATOR, or a mixture of them."""
+    weight: Weight = 1.0
+    """Share of the rows among several sources."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.file is None) == (self.task is None):
+            raise ValueError("give either file or task")
+        if (self.split, self.subset) != ("train", None) and not is_data_set(self.file):
+            raise ValueError("split and subset are for data sets of the hub (org/name): remove them")
+        return self
+
+
+class WarmupSettings(ModelSettings):
+    """Settings of an agent. Given for the warm-up they hold for all agents; an agent may override each."""
+
+    data: list[DataConfig] = Field(default_factory=list, max_length=100)
+    """A file, a list of files, or {file or task, weight}."""
+    batch_size: Size = 32
+    """Rows of one update."""
+    max_steps: Positive = 100
+    """Updates."""
+    learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-5
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _as_list(cls, data: Any) -> Any:
+        listed = data if isinstance(data, list) else [data]
+        return [{"file": item} if isinstance(item, str) else item for item in listed]
+
+
+class WarmupAgentConfig(WarmupSettings):
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    model: str | None = None
+    """zoo:NAME, a local folder, or a Hugging Face hub id."""
+    max_layers: Positive | None = None
+    """Keep only so many of the first layers."""
+    drop_layers: list[Count] = Field(default_factory=list)
+    """Leave these layers out, counted from 0."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """random: new weights."""
+    config: Options = Field(default_factory=dict)
+    """With init: random: the architecture, over that of `model`; without a model, model_type and its options."""
+    tokenizer: str | None = None
+    """With init: random: zoo:NAME, a folder or a hub id; default: the model's."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.data:
+            raise ValueError("data is missing: a file with prompts and completions, or a task")
+        if self.init == "pretrained":
+            if self.model is None:
+                raise ValueError("model is missing")
+            if self.config or self.tokenizer:
+                raise ValueError("config and tokenizer are for init: random")
+            return self
+        if self.max_layers or self.drop_layers:
+            raise ValueError("max_layers and drop_layers cut a model; with init: random set config.num_hidden_layers")
+        if self.model is None and ("model_type" not in self.config or self.tokenizer is None):
+            raise ValueError("init: random needs a model, or config.model_type and tokenizer")
+        for name, value in self.config.items():
+            most = MAX_LAYERS if name.endswith("layers") else MAX_WIDTH
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"config.{name} must be at most {most:,}, but is {value}")
+        return self
+
+    @property
+    def starts_from_a_copy(self) -> bool:
+        """Whether the starting model has to be made first."""
+        return self.init == "random" or bool(self.max_layers or self.drop_layers)
+
+    def for_agent(self, model: str) -> AgentConfig:
+        """What an agent of a run needs to know."""
+        shared = {name: getattr(self, name) for name in ModelSettings.model_fields}
+        return AgentConfig(**shared, id=self.id, model=model, log_kl=False)
+
+
+class WarmupConfig(WarmupSettings):
+    agents: Annotated[list[WarmupAgentConfig], Field(min_length=1, max_length=MAX_AGENTS)]
+    task: TaskConfig | None = None
+    """Greedy accuracy on its held-out problems is measured with the held-out loss."""
+    eval_every: Count = 20
+    """Steps between evaluations; 0: at the start and the end only."""
+    eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the prompts in files that is never trained on, but used for the held-out loss."""
+    eval_size: Size = 200
+    """At most so many held-out rows of each source."""
+    save_every: Count = 50
+    """Steps between checkpoints; 0: at the end only."""
+    save_total_limit: Positive | None = 1
+    """Keep only so many of the newest; null: all."""
+    seed: Seed = 0
+    output_dir: str = "runs/warmup"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_settings(cls, data: Any) -> Any:
+        return share_settings(data, WarmupSettings)
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        ids = [agent.id for agent in self.agents]
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
+        return self
+
+    @property
+    def last_step(self) -> int:
+        return max(agent.max_steps for agent in self.agents)
+
+    @classmethod
+    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """A YAML file with `key=value` overrides; UserError if anything is wrong."""
+        if not Path(source).is_file():
+            raise UserError(f"There is no file {source}. The YAML file of a warm-up is needed.")
+        data, where = read_source(Path(source))
+        overrides = list(overrides)
+        data = apply_overrides(data, overrides)
+        check_command("warmup", data, where)
+        return cls.from_dict(data, with_overrides(where, overrides))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
+        return checked(cls, data, where, WARMUP_SECTIONS)
+
+    def to_yaml(self) -> str:
+        """The resolved config; an agent's settings only where they differ from the others'."""
+        data = without_shared_settings(self.model_dump(mode="json"), WarmupSettings)
+        return dump_yaml({"agents": data["agents"], **data})
+
+
+TASK_SECTIONS = {place: section for place, section in SECTIONS.items() if place[:1] == ("task",)}
+WARMUP_SECTIONS: Mapping[tuple[str, ...], type[Strict]] = {
+    (): WarmupConfig,
+    ("agents",): WarmupAgentConfig,
+    ("data",): DataConfig,
+    ("agents", "data"): DataConfig,
+    **TASK_SECTIONS,
+    **{("data", *place): section for place, section in TASK_SECTIONS.items()},
+    **{("agents", "data", *place): section for place, section in TASK_SECTIONS.items()},
+}

@@ -1,0 +1,202 @@
+"""Updates of a model, whatever they are made of: passes that fit into memory, gradients added up, an optimizer step."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hacrl.config import AgentConfig
+from hacrl.decoder.parallel import side_by_side
+from hacrl.decoder.policy import Policy
+from hacrl.errors import TrainingDiverged, UserError, lack_of_memory, warn
+from hacrl.learners.ranks import Team
+from hacrl.learners.weights import MasterWeights
+
+MAX_NONFINITE_IN_A_ROW = 3
+
+ALONE = Team()
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Updater:
+    """The weights of one agent with their optimizer. What is learned from comes in items: rollouts, or written rows."""
+
+    def __init__(self, config: AgentConfig, weights: MasterWeights, policy: Policy, team: Team = ALONE) -> None:
+        self.config, self.weights, self.policy, self.team = config, weights, policy, team
+        self.micro_batch_size = config.micro_batch_size
+        self.batch_tokens = 0
+        """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
+        self.device = weights.working[0].device
+        self.new_optimizer()
+        self.updates = 0
+        self.nonfinite_in_a_row = 0
+
+    def new_optimizer(self) -> None:
+        """One without memory of earlier updates."""
+        self.optimizer = make_optimizer(self.config, self.weights.weights)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    # --- passes ------------------------------------------------------------------------------------
+
+    def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
+        """The items of one pass each; `tokens` is what each adds to a pass that has those before it."""
+        if not self.batch_tokens:  # this also decides whether activations are kept
+            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
+        size = self.micro_batch_size
+        if size is not None:
+            yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
+            return
+        # As few batches as memory allows, of about the same size, and as many for each worker.
+        total, workers = sum(tokens), self.policy.workers
+        count = -(-total // self.batch_tokens)
+        count = -(-count // workers) * workers
+        batch: list[Item] = []
+        taken = 0.0
+        for item, own in zip(ordered, tokens, strict=True):
+            batch.append(item)
+            taken += own
+            if taken >= total / count:
+                yield batch
+                batch, taken = [], taken - total / count
+        if batch:
+            yield batch
+
+    def passes(self, batches: Iterable[list[Item]], work: Callable[[list[Item], bool], Result]) -> list[Result]:
+        """Work on one batch after the other. Of an agent in several processes, each takes its share of each batch,
+        and all get all results; `work` is told whether its share counts.
+        """
+        shares = [self.team.share(batch) for batch in batches]
+        return self.team.gather(side_by_side(lambda share: work(*share), shares, self.policy.workers))
+
+    def add_gradients(
+        self, batches: Iterable[list[Item]], loss_of: Callable[[list[Item]], tuple[Tensor, Result]]
+    ) -> list[Result]:
+        """Add the gradient of each batch's loss; what `loss_of` has to say besides."""
+        weights, workers = self.weights, self.policy.workers
+
+        def work(batch: list[Item], counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
+            """One pass. Workers side by side must not add to the same tensors, nor in an order of chance."""
+            loss, said = loss_of(batch)
+            if not counts:
+                (0 * loss).backward()
+                weights.collect()
+                return None, None
+            if workers == 1:
+                loss.backward()
+                weights.collect()
+                return said, None
+            return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
+
+        results = []
+        for said, gradients in self.passes(batches, work):
+            if said is not None:
+                results.append(said)
+            if gradients is not None:
+                working: Any = [parameter.grad for parameter in weights.working]
+                torch._foreach_add_(working, gradients)
+                weights.collect()
+        return results
+
+    def within_memory(self, attempt: Callable[[], Result], step: int) -> Result:
+        """Leave gradients in the weights, in smaller batches after running out of memory."""
+        while True:
+            self.weights.zero_grad()
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                done = self.make_batches_smaller()
+                if done is None:
+                    raise
+            # Only here, after the block, the error is gone and with it what its frames held.
+            self.policy.free_memory()
+            warn(f"Agent {self.config.id}: out of memory in step {step}; {done}.")
+
+    def make_batches_smaller(self) -> str | None:
+        """After running out of memory; what was done, or None if a batch is one item already."""
+        if self.team.size > 1:
+            return None  # the others are in the middle of the pass
+        if self.micro_batch_size is not None:
+            if self.micro_batch_size == 1:
+                return None
+            self.micro_batch_size //= 2
+            return f"micro_batch_size is now {self.micro_batch_size}"
+        if self.batch_tokens < 64:
+            return None
+        self.batch_tokens //= 2
+        return f"a pass now takes {self.batch_tokens} tokens"
+
+    # --- the update --------------------------------------------------------------------------------
+
+    def apply(self, norm: Tensor, finite: bool, step: int) -> bool:
+        """An optimizer step with the gradients that are there, whose norm is given; left out if not all is finite."""
+        if not (finite and bool(torch.isfinite(norm))):
+            self.weights.zero_grad()
+            self.nonfinite_in_a_row += 1
+            if self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
+                raise TrainingDiverged(
+                    f"Agent {self.config.id}: {MAX_NONFINITE_IN_A_ROW} updates in a row had a loss or gradient that "
+                    f"is not finite, the last one in step {step}."
+                )
+            return False
+        nn.utils.clip_grads_with_norm_(self.weights.weights, self.config.max_grad_norm, norm)
+        self.optimizer.step()
+        self.weights.publish()
+        self.nonfinite_in_a_row = 0
+        self.updates += 1
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+def read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `Updater.state_dict` gave, from a file; UserError if the file holds anything else."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        if not {"optimizer", "updates", "nonfinite_in_a_row"} <= state.keys():
+            raise ValueError("it is not the state of an agent")
+    except Exception as error:  # what torch raises depends on where a file is damaged
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and lack_of_memory(error)):
+            raise
+        reason = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
+        advice = "Delete its checkpoint: the one before it is used then."
+        raise UserError(f"{path} cannot be used: {reason}. {advice}") from error
+    return state
+
+
+def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+    on_cuda = weights[0].device.type == "cuda"
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(weights, fused=on_cuda, **options)
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError(
+            f"agents.{config.id}.optimizer: adamw_8bit needs the package bitsandbytes: pip install 'hacrl[8bit]'."
+        ) from None
+    if not on_cuda:
+        raise UserError(f"agents.{config.id}.optimizer: adamw_8bit needs a GPU (CUDA). Use adamw on a CPU.")
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(weights, **options)
+    return optimizer

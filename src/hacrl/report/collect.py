@@ -1,0 +1,375 @@
+"""What a report shows of a run or a study, as plain data: read from their files, thinned out, nothing judged.
+
+Every reader copes with what older or unfinished runs lack: a series that is not there is left out, a number that is
+not there is None.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hacrl.algorithms import ALGORITHMS
+from hacrl.config.settings import read_source
+from hacrl.config.task import part_label
+from hacrl.errors import UserError
+from hacrl.report.explanation import explanation_of
+from hacrl.training.files import STUDY, mismatch, read_object
+from hacrl.training.run_dir import RunDir
+
+Data = dict[str, Any]
+
+RUN_POINTS = 1_000
+"""Points of a curve in the report of one run."""
+STUDY_POINTS = 200
+"""Points of a curve of each run of a study."""
+
+AGENT_SERIES = ("reward", "capability", "grad_cosine", "gradient_mass", "num_rollouts", "num_updates")
+PAIR_SERIES = (
+    "ratio_mean",
+    "ratio_q05",
+    "ratio_q25",
+    "ratio_q50",
+    "ratio_q75",
+    "ratio_q95",
+    "lower_mean",
+    "upper_mean",
+    "kept",
+    "kept_positive",
+    "kept_negative",
+    "gradient_mass",
+    "omega",
+)
+CUMULATIVE = ("num_rollouts", "num_updates", "elapsed", "step")
+"""Counts since the start: of several steps the last one counts, not the mean."""
+PHASES = {"sampling": ["time/sample"], "learning": ["time/score", "time/learn"], "evaluating": ["time/eval"]}
+BACKWARD = ("tokens_trained", "imitation/tokens")
+FORWARD = ("tokens_forward", "tokens_scored", "imitation/tokens")
+SHOWN_PARTS = 4
+"""How many parts of a mixture are named."""
+CONFIG = {"algorithm": {"name": str}, "agents?": list, "task?": object}
+"""What a report needs of a config."""
+REASONS = {"verifier_errors": "the verifier failed", "verifier_timeouts": "the verifier took too long"}
+
+
+# --- one run ---------------------------------------------------------------------------------------
+
+
+def run_data(path: Path, points: int = RUN_POINTS) -> Data:
+    """All of one run but its rollouts."""
+    run = RunDir.open(path)
+    config, _ = read_source(run.config_file)
+    if fault := mismatch(config, CONFIG):
+        raise UserError(f"{run.config_file} is not the config of a run: {fault}. Fix the file.")
+    lines = run.metrics()
+    summary = run.summary()
+    name = config["algorithm"]["name"]
+    agents = [agent for agent in config.get("agents") or [] if isinstance(agent, dict) and "id" in agent]
+    ids = [str(agent["id"]) for agent in agents]
+    known = ALGORITHMS.get(name)
+    steps = [line for line in lines if line["step"] > 0]
+    return {
+        "name": path.resolve().name,
+        "algorithm": name,
+        "shares": known is None or known.shares_rollouts,
+        "explanation": explanation_of(config["algorithm"], len(ids)),
+        "task": describe_task(config.get("task")),
+        "seed": number(config.get("seed")),
+        "max_steps": number(config.get("max_steps")),
+        "finished": summary is not None,
+        "config": run.config_file.read_text(encoding="utf-8", errors="replace"),
+        "agents": [
+            agent_data(str(agent["id"]), str(agent.get("model", "")), lines, summary, config) for agent in agents
+        ],
+        "totals": totals(ids, lines, summary),
+        "evals": evaluations(ids, lines),
+        "series": thin(step_series(ids, steps, bool(config.get("overlap"))), points),
+        "merged": math.ceil(len(steps) / points) if steps else 1,
+        "mass": {learner: {source: mass(learner, source, steps) for source in ids} for learner in ids},
+        "lost": lost(ids, steps),
+    }
+
+
+def describe_task(task: Any) -> str:
+    if not isinstance(task, dict):
+        return "unknown task"
+    if task.get("name"):
+        return str(task["name"])
+    if task.get("mixture"):
+        names = [part_label(part.get("id"), part.get("name"), part.get("train")) for part in task["mixture"]]
+        left = len(names) - SHOWN_PARTS
+        return " + ".join([*names[:SHOWN_PARTS], *([f"{left} more"] if left > 0 else [])])
+    rewards = [str(reward.get("name") if isinstance(reward, dict) else reward) for reward in task.get("reward") or []]
+    return f"{Path(str(task.get('train'))).name}, reward {' + '.join(rewards)}"
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for whatever else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def column(lines: Sequence[Data], name: str) -> list[float | None]:
+    return [number(line.get(name)) for line in lines]
+
+
+def added(values: Iterable[float | None]) -> float | None:
+    """The sum of what is known, None if nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def last(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def agent_data(agent: str, model: str, lines: Sequence[Data], summary: Data | None, config: Data) -> Data:
+    """An agent's accuracies and what they cost; the summary's word counts where there is one."""
+    accuracy = [
+        (line["step"], value) for line in lines if (value := number(line.get(f"{agent}/eval_accuracy"))) is not None
+    ]
+    best = max(accuracy, key=lambda pair: (pair[1], -pair[0]), default=(None, None))
+    steps = [line for line in lines if line["step"] > 0]
+    data: Data = {
+        "start": accuracy[0][1] if accuracy else None,
+        "final": accuracy[-1][1] if accuracy else None,
+        "rollouts": last(column(lines, f"{agent}/num_rollouts")),
+        "tokens": last(column(lines, f"{agent}/num_tokens")),
+        "tokens_trained": added(value for name in BACKWARD for value in column(steps, f"{agent}/{name}")),
+        "tokens_forward": added(value for name in FORWARD for value in column(steps, f"{agent}/{name}")),
+        "updates": last(column(lines, f"{agent}/num_updates")),
+        "sample_seconds": added(column(steps, f"{agent}/time/sample")),
+        "learn_seconds": added(value for name in PHASES["learning"] for value in column(steps, f"{agent}/{name}")),
+        "peak_memory_gib": None,
+    }
+    told = ((summary or {}).get("agents") or {}).get(agent) or {}
+    renamed = {"start": "start_accuracy", "final": "final_accuracy"}
+    for name in data:
+        value = number(told.get(renamed.get(name, name)))
+        data[name] = data[name] if value is None else value
+    return {"id": agent, "model": model, "best": best[1], "best_step": best[0], **data}
+
+
+def totals(ids: Sequence[str], lines: Sequence[Data], summary: Data | None) -> Data:
+    """What the whole run cost."""
+    steps = [line for line in lines if line["step"] > 0]
+
+    def over_agents(name: str) -> float | None:
+        return added(last(column(lines, f"{agent}/{name}")) for agent in ids)
+
+    data: Data = {
+        "steps": lines[-1]["step"] if lines else 0,
+        "seconds": last(column(steps, "time/elapsed")) or added(column(steps, "step_time")),
+        "rollouts": over_agents("num_rollouts"),
+        "tokens": over_agents("num_tokens"),
+        "tokens_trained": added(v for agent in ids for name in BACKWARD for v in column(steps, f"{agent}/{name}")),
+        "tokens_forward": added(v for agent in ids for name in FORWARD for v in column(steps, f"{agent}/{name}")),
+        "updates": over_agents("num_updates"),
+        "peak_memory_gib": None,
+        "best_step": None,
+    }
+    return {
+        name: value if (told := number((summary or {}).get(name))) is None else told for name, value in data.items()
+    }
+
+
+def elapsed(lines: Sequence[Data]) -> list[float]:
+    """Seconds of training at the end of each line's step."""
+    clock, seconds = 0.0, []
+    for line in lines:
+        told = number(line.get("time/elapsed"))
+        clock = told if told is not None else clock + (number(line.get("step_time")) or 0.0)
+        seconds.append(clock)
+    return seconds
+
+
+def evaluations(ids: Sequence[str], lines: Sequence[Data]) -> Data:
+    """Held-out accuracy of each agent, with the rollouts of all agents, its own updates and the time until then."""
+    seconds = elapsed(lines)
+    found: Data = {}
+    for agent in ids:
+        rows = [
+            {
+                "step": line["step"],
+                "rollouts": added(number(line.get(f"{other}/num_rollouts")) for other in ids) or 0,
+                "updates": number(line.get(f"{agent}/num_updates")) or 0,
+                "seconds": seconds[i],
+                "accuracy": accuracy,
+            }
+            for i, line in enumerate(lines)
+            if (accuracy := number(line.get(f"{agent}/eval_accuracy"))) is not None
+        ]
+        rows = [rows[i] for i in spread(len(rows), STUDY_POINTS)]
+        found[agent] = {name: [rounded(row[name]) for row in rows] for name in rows[0]} if rows else None
+    return found
+
+
+def step_series(ids: Sequence[str], steps: Sequence[Data], overlap: bool) -> dict[str, list[float | None]]:
+    """The curves of a run, a value for each step; those without any value are left out."""
+    series: dict[str, list[float | None]] = {"step": column(steps, "step"), "elapsed": [*elapsed(steps)]}
+    for learner in ids:
+        for name in AGENT_SERIES:
+            series[f"{learner}/{name}"] = column(steps, f"{learner}/{name}")
+        for source in ids:
+            for name in PAIR_SERIES:
+                series[f"{learner}/from_{source}/{name}"] = column(steps, f"{learner}/from_{source}/{name}")
+    series |= {f"phase/{name}": [*values] for name, values in phase_seconds(ids, steps, overlap).items()}
+    series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, steps).items() if any(values)}
+    return {name: values for name, values in series.items() if any(value is not None for value in values)}
+
+
+def phase_seconds(ids: Sequence[str], steps: Sequence[Data], overlap: bool = False) -> dict[str, list[float]]:
+    """Seconds of each step by phase. Agents side by side take as long as the slowest, agents in turn the sum.
+
+    With `overlap` agents go on while answers are verified, else nobody does.
+    """
+    by_agent = {
+        phase: [[sum(number(line.get(f"{agent}/{name}")) or 0.0 for name in names) for agent in ids] for line in steps]
+        for phase, names in PHASES.items()
+    }
+    whole = [number(line.get("step_time")) or 0.0 for line in steps]
+    verifying = [number(line.get("time/verify")) or 0.0 for line in steps]
+    busy = sum(sum(row) for rows in by_agent.values() for row in rows)
+    in_turn = busy if overlap else busy + sum(verifying)
+    join = max if in_turn > sum(whole) else sum
+    seconds = {phase: [float(join(row)) if row else 0.0 for row in rows] for phase, rows in by_agent.items()}
+    seconds["verifying"] = verifying
+    told = [sum(values[i] for values in seconds.values()) for i in range(len(steps))]
+    seconds["other"] = [max(total - part, 0.0) for total, part in zip(whole, told, strict=True)]
+    return {phase: seconds[phase] for phase in ("sampling", "verifying", "learning", "evaluating", "other")}
+
+
+def lost_in(line: Data, ids: Sequence[str]) -> Counter[tuple[str, str, str]]:
+    """(learner or "", source, reason) of the rollouts of a step that could not be used, with their number."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for source in ids:
+        explained = 0
+        for name, reason in REASONS.items():
+            count = int(number(line.get(f"{source}/{name}")) or 0)
+            found["", source, reason] += count
+            explained += count
+        found["", source, "no verdict"] += int(number(line.get(f"{source}/unverified")) or 0) - explained
+    for learner in ids:
+        for source in ids:
+            place = f"{learner}/dropped" if learner == source else f"{learner}/from_{source}/dropped"
+            for name, value in line.items():
+                if name.startswith(f"{place}/"):
+                    found[learner, source, name.removeprefix(f"{place}/")] += int(number(value) or 0)
+    return +found
+
+
+def lost(ids: Sequence[str], steps: Sequence[Data]) -> list[Data]:
+    """Rollouts of the whole run that nobody, or one learner, could use: by source and reason."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for line in steps:
+        found += lost_in(line, ids)
+    names = ("learner", "source", "reason")
+    return [{**dict(zip(names, key, strict=True)), "count": count} for key, count in found.most_common()]
+
+
+def lost_by_step(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[float]]:
+    counts = [lost_in(line, ids) for line in steps]
+    kinds = sorted(
+        {("dropped: " if learner else "unverified: ") + reason for found in counts for learner, _, reason in found}
+    )
+    series: dict[str, list[float]] = {kind: [0.0] * len(steps) for kind in kinds}
+    for i, found in enumerate(counts):
+        for (learner, _, reason), count in found.items():
+            series[("dropped: " if learner else "unverified: ") + reason][i] += count
+    return series
+
+
+def mass(learner: str, source: str, steps: Sequence[Data]) -> float | None:
+    """Gradient mass of a source in the updates of a learner, over the whole run."""
+    name = f"{learner}/gradient_mass" if learner == source else f"{learner}/from_{source}/gradient_mass"
+    return rounded(added(column(steps, name)))
+
+
+# --- fewer points ----------------------------------------------------------------------------------
+
+
+def spread(count: int, limit: int) -> list[int]:
+    """At most `limit` positions of `count`, evenly spread, the first and the last among them."""
+    if count <= limit:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / max(limit - 1, 1)) for i in range(limit)})
+
+
+def thin(series: dict[str, list[float | None]], points: int) -> dict[str, list[float | None]]:
+    """At most so many points a curve: means of as many steps in a row, of running counts the last."""
+    return {
+        name: [rounded(value) for value in merged(values, points, name.rpartition("/")[2] in CUMULATIVE)]
+        for name, values in series.items()
+    }
+
+
+def merged(values: list[float | None], points: int, cumulative: bool) -> list[float | None]:
+    width = math.ceil(len(values) / points)
+    if width <= 1:
+        return values
+    parts = [values[i : i + width] for i in range(0, len(values), width)]
+    if cumulative:
+        return [last(part) for part in parts]
+    known = [[value for value in part if value is not None] for part in parts]
+    return [float(np.mean(part)) if part else None for part in known]
+
+
+def rounded(value: Any) -> Any:
+    """Five digits are more than a curve can show."""
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.5g}")
+
+
+# --- a study ---------------------------------------------------------------------------------------
+
+
+def study_data(folder: Path) -> tuple[Data, list[Path | None]]:
+    """A study with the data of its runs, and the folders of these runs."""
+    path = folder / "study.json"
+    study = read_object(path, STUDY)
+    runs, folders = [], []
+    for entry in study["runs"]:
+        run_folder = folder / str(entry.get("dir"))
+        if not run_folder.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path}: the run {entry.get('dir')} lies outside of the study's folder. Mend `dir`.")
+        there = (run_folder / "config.yaml").is_file()
+        data = run_data(run_folder, STUDY_POINTS) if there else None
+        label = {name: entry.get(name) for name in ("pair", "variant", "seed", "status", "error")}
+        runs.append({**label, "data": data})
+        folders.append(run_folder if there else None)
+    kept = ("name", "title", "metric", "baseline", "pairs", "variants", "seeds", "agents", "accounting", "comparisons")
+    return {**{name: study.get(name) for name in kept}, "runs": runs, "curves": study_curves(runs)}, folders
+
+
+def study_curves(runs: Sequence[Data]) -> list[Data]:
+    """Accuracy of each pair, agent and variant at each evaluation: mean, lowest and highest over the finished seeds."""
+    groups: dict[tuple[Any, Any], list[Data]] = {}
+    for run in runs:
+        if run["status"] == "done" and run["data"]:
+            groups.setdefault((run["pair"], run["variant"]), []).append(run["data"])
+    curves = []
+    for (pair, variant), members in groups.items():
+        for agent in [agent["id"] for agent in members[0]["agents"]]:
+            tables = [
+                {row[0]: row for row in zip(*evals.values(), strict=True)}
+                for data in members
+                if (evals := data["evals"].get(agent))
+            ]
+            steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+            if not steps:
+                continue
+            # Columns of `evaluations`: step, rollouts, updates, seconds, accuracy.
+            cube = np.array([[table[step] for step in steps] for table in tables], dtype=float)
+            mean = cube.mean(axis=0)
+            curve: Data = {"pair": pair, "variant": variant, "agent": agent, "seeds": len(tables)}
+            for i, name in enumerate(("step", "rollouts", "updates", "seconds", "mean")):
+                curve[name] = [rounded(float(value)) for value in mean[:, i]]
+            curve["low"] = [rounded(float(value)) for value in cube[:, :, 4].min(axis=0)]
+            curve["high"] = [rounded(float(value)) for value in cube[:, :, 4].max(axis=0)]
+            curves.append(curve)
+    return curves

@@ -1,0 +1,21 @@
+"""Which engine samples from a policy."""
+
+from transformers import PreTrainedTokenizerBase
+
+from hacrl.decoder.layers import kernels
+from hacrl.decoder.policy import Policy
+from hacrl.rollouts.engine import Engine
+from hacrl.rollouts.generate import GenerateEngine
+from hacrl.rollouts.native import NativeEngine
+
+
+def engine_of(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The fastest engine that runs this policy on its device; `generate` if the decoder cannot drive the model."""
+    batch_size = policy.config.sampling_batch_size
+    if policy.backbone is None:
+        return GenerateEngine(policy.model, tokenizer, policy.stop_ids, batch_size)
+    if policy.backbone.device.type == "cuda" and kernels is not None:
+        from hacrl.rollouts.graphed import GraphedEngine
+
+        return GraphedEngine(policy.backbone, tokenizer, policy.stop_ids, batch_size)
+    return NativeEngine(policy.backbone, tokenizer, policy.stop_ids, batch_size)

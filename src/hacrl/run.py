@@ -1,0 +1,201 @@
+"""One run from its config to its results."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from hacrl.agents.loading import resolve_model
+from hacrl.config import RunConfig, Settings, without_shared_settings
+from hacrl.config.settings import apply_overrides, find_item, preset_names, read_source, with_overrides
+from hacrl.errors import UserError, warn
+from hacrl.execution.executor import AgentLost, Executor
+from hacrl.execution.local import LocalExecutor
+from hacrl.live.progress import Progress
+from hacrl.live.trackers import Trackers, check_trackers
+from hacrl.seeding import seed_all
+from hacrl.tasks import build_task
+from hacrl.terminal import Terminal
+from hacrl.training.checkpoint import complete_checkpoints, refuse_damaged_model, step_of
+from hacrl.training.exchange import check_exchange
+from hacrl.training.run_dir import RunDir, refuse_changes
+from hacrl.training.trainer import Trainer, Watcher
+
+RESUMABLE_CHANGES = {
+    *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
+    *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length", "reward_memory_gib"),
+}
+"""What may be changed when a run is continued; anything else would make it another run."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    run_dir: Path
+    summary: dict[str, Any]
+    """Start and final accuracy, rollouts, updates and tokens of each agent."""
+    already_finished: bool = False
+
+
+@dataclass(frozen=True)
+class Audience:
+    """Several watchers as one."""
+
+    watchers: list[Watcher]
+
+    def on_phase(self, phase: str) -> None:
+        for watcher in self.watchers:
+            watcher.on_phase(phase)
+
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        for watcher in self.watchers:
+            watcher.on_metrics(step, metrics)
+
+
+def train(
+    config: RunConfig, *, resume: bool = False, console: Console | None = None, title: str | None = None
+) -> RunResult:
+    """Train the agents of a config. `resume` continues the run in its `output_dir`.
+
+    When an agent is lost, the run is continued here as it would be in another process, unless `ray.on_failure` is stop.
+    """
+    restarts = 0
+    while True:
+        try:
+            return _train(config, resume, console or Terminal(), title)
+        except AgentLost as lost:
+            run = RunDir(config.output_dir)
+            if not run.config_file.is_file():  # it had not begun
+                raise
+            how = f"Continue with `hacrl train {run.path} --resume`."
+            if config.ray.on_failure == "stop":
+                raise UserError(f"{lost} {how}") from lost
+            if restarts == config.ray.max_restarts:
+                raise UserError(
+                    f"{lost} The run was restarted {restarts} times already (ray.max_restarts). {how}"
+                ) from lost
+            restarts += 1
+            resume = True
+            warn(f"{lost} Restart {restarts} of at most {config.ray.max_restarts}: {_goes_back(run)}.")
+
+
+def _goes_back(run: RunDir) -> str:
+    logged, checkpoints = run.metrics(), complete_checkpoints(run.path)
+    reached = step_of(checkpoints[-1]) if checkpoints else 0
+    again = max((logged[-1]["step"] if logged else 0) - reached, 0)
+    where = checkpoints[-1].name if checkpoints else "the start"
+    return f"all agents go back to {where}; {again} finished steps are done again, besides the one that was going on"
+
+
+def _goes_on(run: RunDir, step: int) -> str:
+    checkpoints = complete_checkpoints(run.path)
+    where = checkpoints[-1].name if checkpoints else "the beginning, for there is no checkpoint yet"
+    return f"The run ended at step {step}; `hacrl train {run.path} --resume` continues it from {where}."
+
+
+def make_executor(config: RunConfig, on_agent: Callable[[str, bool], None]) -> Executor:
+    if config.execution == "local":
+        return LocalExecutor(config, on_agent)
+    from hacrl.execution.ray import RayExecutor
+
+    return RayExecutor(config, on_agent)
+
+
+def _train(config: RunConfig, resume: bool, console: Console, title: str | None) -> RunResult:
+    if resume:
+        run = RunDir.open(config.output_dir)
+        check_same_run(config, run.config())
+        summary, checkpoints = run.summary(), complete_checkpoints(run.path)
+        if summary is not None and summary["steps"] >= config.max_steps:
+            return RunResult(run.path, summary, already_finished=True)
+        if summary is not None and not checkpoints:
+            raise UserError(
+                f"{run.path} is finished and has no checkpoint to go on from (save_final). Start a new run."
+            )
+        done = step_of(checkpoints[-1]) if checkpoints else 0
+        if done > config.max_steps:
+            raise UserError(
+                f"{run.path} has done {done} steps; max_steps={config.max_steps} is fewer. Give {done} or more."
+            )
+    else:
+        RunDir.check_free(config.output_dir)
+    check_trackers(config.report_to)
+    seed_all(config.seed)
+    for agent in config.agents:
+        resolve_model(agent.model, f"agents.{agent.id}.model")
+        refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
+    task, remarks = build_task(config.task, config.seed)
+    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
+    remarks += [sentence for sentence in told if sentence]
+    with (
+        task.verifier,
+        Progress(config, console, title) as progress,
+        closing(make_executor(config, progress.on_agent)) as executor,
+    ):
+        first = task.train(0, config.prompts_per_step)
+        executor.check_prompts([*first, *task.listed, *task.eval_problems])
+        traits = executor.traits(first[0])
+        for agent, own in zip(config.agents, traits, strict=True):
+            if not own.has_chat_template:
+                remarks.append(f"Agent {agent.id} has no chat template: string prompts are given to it as they are.")
+        for remark in remarks:
+            console.print(Text.assemble(("note ", "yellow"), remark))
+        check_exchange(config, traits, resume)
+        run = run if resume else RunDir.create(config)
+        audience = Audience([progress])
+        trainer = Trainer(config, task, executor, run, audience)
+        with run.locked(), progress.published(run.progress_file):
+            if resume:
+                trainer.resume()
+                if not trainer.step:
+                    remark = f"{run.path} has no checkpoint yet: it starts from the beginning."
+                    console.print(Text.assemble(("note ", "yellow"), remark), soft_wrap=True)
+                run.write_config(config)
+                progress.recall(run.metrics())
+            try:
+                with Trackers(config, run) as trackers:
+                    audience.watchers.append(trackers)
+                    summary = trackers.summary = trainer.train()
+            except AgentLost:  # `train` goes on
+                raise
+            except Exception as error:
+                if not resume and trainer.step == 0:  # nothing worth keeping
+                    run.remove_start()
+                elif isinstance(error, UserError):
+                    raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
+                raise
+    return RunResult(run.path, summary)
+
+
+def check_same_run(config: RunConfig, saved: RunConfig) -> None:
+    """UserError if continuing the saved run with this config would make it another run."""
+    refuse_changes(config, saved, config.output_dir, "a run", RESUMABLE_CHANGES)
+
+
+def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
+    """The config of an interrupted run, with the few changes that leave it the same run."""
+    if Path(run_dir).is_file() or (run_dir in preset_names() and not Path(run_dir).is_dir()):
+        settings = apply_overrides(read_source(run_dir)[0], overrides)
+        folder = settings.get("output_dir", RunConfig.model_fields["output_dir"].default)
+        raise UserError(f"{run_dir} is not a run. A run is continued by its folder: `hacrl train {folder} --resume`.")
+    whole = RunDir.open(run_dir).config().model_dump(mode="json")
+    data = without_shared_settings(whole, Settings)
+    for override in overrides:
+        key = override.partition("=")[0]
+        setting, *parts = key.split(".")
+        agent = None
+        if setting == "agents" and parts:
+            agent, (setting, *parts) = find_item(whole["agents"], [*parts, ""], key)  # "": none behind the id
+        if setting == "task" and parts:
+            setting = parts[-1]
+        if setting not in RESUMABLE_CHANGES:
+            raise UserError(
+                f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "
+                "Start a new run with another output_dir."
+            )
+        if agent is not None:  # where an agent has the run's section, the rest of it stays as it was
+            data["agents"][agent].setdefault(setting, whole["agents"][agent][setting])
+    return RunConfig.from_dict(apply_overrides(data, overrides), with_overrides(str(run_dir), overrides))

@@ -1,0 +1,380 @@
+"""One warm-up from its config to models that a run can start from."""
+
+import math
+import shutil
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from hacrl.agents.agent import Agent
+from hacrl.agents.loading import Bases, resolve_model
+from hacrl.algorithms import GSPO
+from hacrl.config.settings import apply_overrides, read_source, with_overrides
+from hacrl.config.warmup import WarmupAgentConfig, WarmupConfig
+from hacrl.errors import UserError
+from hacrl.execution.executor import files_of
+from hacrl.execution.local import THREADS
+from hacrl.execution.memory import keep_freed_memory
+from hacrl.learners.supervised import SupervisedLearner
+from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
+from hacrl.tasks import Task, build_task
+from hacrl.terminal import Terminal
+from hacrl.training import checkpoint
+from hacrl.training.metrics import accuracy_metrics
+from hacrl.training.run_dir import RunDir, make_folder, refuse_changes, write_atomically
+from hacrl.training.schedule import learning_rate
+from hacrl.warmup.rows import Rows
+from hacrl.warmup.start import resolve_tokenizer, starting_model
+
+CONFIG_FILE = "warmup.yaml"
+RESUMABLE_CHANGES = {"eval_every", "save_every", "save_total_limit"}
+"""What may be changed when a warm-up is continued."""
+LINE_EVERY = 10
+"""Steps between lines where there is no terminal; evaluations have a line too."""
+
+
+@dataclass(frozen=True)
+class WarmupResult:
+    run_dir: Path
+    summary: dict[str, Any]
+    """Losses, accuracies, rows and tokens of each agent."""
+    models: dict[str, Path]
+    """The trained models by agent, for `model:` of a run."""
+    already_finished: bool = False
+
+
+def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | None = None) -> WarmupResult:
+    """Train the agents of a config on written completions. `resume` continues the warm-up in its `output_dir`."""
+    console = console or Terminal()
+    run = RunDir(config.output_dir)
+    if resume:
+        check_same(config, saved_config(run.path))
+        summary = run.summary()
+        if summary is not None:
+            return WarmupResult(run.path, summary, models(config), already_finished=True)
+    else:
+        check_free(run.path)
+    seed_all(config.seed)
+    torch.set_num_threads(THREADS)
+    keep_freed_memory()
+    for agent in config.agents:
+        if agent.model is not None:
+            resolve_model(agent.model, f"agents.{agent.id}.model")
+            checkpoint.refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
+        if agent.tokenizer is not None:
+            resolve_tokenizer(agent)
+    task, remarks = build_task(config.task, config.seed) if config.task else (None, [])
+    with task.verifier if task else nullcontext(), Display(config, console) as display:
+        for remark in remarks:
+            display.note(remark)
+        make_folder(run.path)
+        with run.locked():
+            if resume:
+                stage = Warmup(config, run, display, task)
+                stage.resume()
+                write_atomically(run.path / CONFIG_FILE, config.to_yaml())
+            else:
+                write_atomically(run.path / CONFIG_FILE, config.to_yaml())  # killed from here on, it can be continued
+                try:
+                    stage = Warmup(config, run, display, task)
+                except BaseException:
+                    clear(run.path)
+                    raise
+            summary = stage.train()
+    return WarmupResult(run.path, summary, models(config))
+
+
+def models(config: WarmupConfig) -> dict[str, Path]:
+    last = checkpoint.checkpoint_dir(Path(config.output_dir), config.last_step)
+    return {agent.id: last / "agents" / agent.id for agent in config.agents}
+
+
+# --- the stage -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pupil:
+    """One agent with its rows and how far it has come."""
+
+    config: WarmupAgentConfig
+    agent: Agent
+    learner: SupervisedLearner
+    rows: Rows
+    position: int
+    """How many places of its stream of rows have been passed."""
+    totals: Counter[str]
+    losses: dict[int, float]
+    """Held-out loss by step."""
+    accuracy: dict[int, float]
+
+
+class Warmup:
+    """Agents learn in turn, each by its own rows, one update a step until its `max_steps`."""
+
+    def __init__(self, config: WarmupConfig, run: RunDir, display: "Display", task: Task | None = None) -> None:
+        self.config, self.run, self.display, self.task = config, run, display, task
+        self.step = 0
+        self.seconds = 0.0
+        bases: Bases = {}
+        self.pupils = []
+        for index, own in enumerate(config.agents):
+            model = starting_model(own, index, config.seed, run.path / "start" / own.id)
+            agent = Agent(own.for_agent(model), index, GSPO(), config.seed, bases=bases)
+            rows = Rows(agent, own.data, config)
+            self._tell(rows)
+            rows.check()
+            if task is not None:
+                agent.check_prompts(task.eval_problems)
+            self.pupils.append(Pupil(own, agent, SupervisedLearner(agent.learner), rows, 0, Counter(), {}, {}))
+
+    def _tell(self, rows: Rows) -> None:
+        agent = rows.agent
+        sizes = [f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources]
+        self.display.note(
+            f"{agent.config.id}: rows to train on {' + '.join(sizes)}, held out {len(rows.heldout):,}"
+            + (f", dropped {told(rows.dropped)}" if rows.dropped else "")
+        )
+        if not agent.has_chat_template:
+            self.display.note(f"{agent.config.id} has no chat template: string prompts are given to it as they are.")
+
+    def train(self) -> dict[str, Any]:
+        if self.step == 0:
+            self._log({"step": 0} | {k: v for pupil in self.pupils for k, v in self._evaluate(pupil).items()})
+        while self.step < self.config.last_step:
+            self.step += 1
+            start = time.perf_counter()
+            metrics: dict[str, Any] = {"step": self.step}
+            for pupil in self.pupils:
+                if self.step <= pupil.config.max_steps:
+                    metrics |= self._learn(pupil)
+                    if self._due(self.config.eval_every, pupil.config.max_steps):
+                        metrics |= self._evaluate(pupil)
+            metrics["step_time"] = time.perf_counter() - start
+            self.seconds += metrics["step_time"]
+            metrics["time/elapsed"] = self.seconds
+            self._log(metrics)
+            if self._due(self.config.save_every, self.config.last_step):
+                self._save()
+        summary = self._summary()
+        self.run.write_summary(summary)
+        return summary
+
+    def _learn(self, pupil: Pupil) -> dict[str, Any]:
+        start = time.perf_counter()
+        rows, pupil.position = pupil.rows.take(pupil.position, pupil.config.batch_size)
+        rate = learning_rate(pupil.agent.config, self.step, pupil.config.max_steps)
+        metrics: dict[str, Any] = dict(pupil.learner.update(rows, rate, self.step))
+        pupil.totals["rows"] += len(rows)
+        pupil.totals["tokens_trained"] += int(metrics["tokens_trained"])
+        pupil.totals["nonfinite_updates"] += int(metrics["nonfinite_updates"])
+        metrics["num_rows"] = pupil.totals["rows"]
+        metrics["num_tokens"] = pupil.totals["tokens_trained"]
+        metrics["dropped"] = pupil.rows.dropped.total()
+        metrics["time/learn"] = time.perf_counter() - start
+        return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
+
+    def _evaluate(self, pupil: Pupil) -> dict[str, Any]:
+        """Loss on held-out rows, and greedy accuracy if there is a task."""
+        start = time.perf_counter()
+        metrics: dict[str, Any] = {}
+        if pupil.rows.heldout:
+            metrics["eval_loss"] = pupil.losses[self.step] = pupil.learner.loss(pupil.rows.heldout)
+        if self.task is not None and self.task.eval_problems:
+            problems = self.task.eval_problems
+            verdicts = self.task.score(problems, pupil.agent.answer(problems))
+            metrics |= accuracy_metrics("eval_accuracy", problems, verdicts)
+            metrics["eval_unverified"] = sum(verdict.reward is None for verdict in verdicts)
+            if "eval_accuracy" in metrics:
+                pupil.accuracy[self.step] = metrics["eval_accuracy"]
+        metrics["time/eval"] = time.perf_counter() - start
+        return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
+
+    def _due(self, every: int, last: int) -> bool:
+        return self.step == last or (every > 0 and self.step % every == 0)
+
+    # --- files -------------------------------------------------------------------------------------
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        self.run.append_metrics(metrics)
+        self.display.show(self.step, metrics)
+
+    def _save(self) -> None:
+        checkpoint.save_checkpoint(self.run.path, self.step, self._state_dict(), self._save_agents)
+        checkpoint.prune(self.run.path, self.config.save_total_limit, None)
+
+    def _save_agents(self, folder: Path) -> None:
+        for pupil in self.pupils:
+            pupil.agent.save(*files_of(folder, pupil.config.id))
+
+    def resume(self) -> None:
+        """Go back to the newest whole checkpoint, or to the start if there is none."""
+        found = checkpoint.to_continue_from(self.run.path)
+        if found:
+            self._load_state_dict(checkpoint.load_state(found, ("step", "seconds", "agents", "random")))
+            for pupil in self.pupils:
+                pupil.agent.load(*files_of(found, pupil.config.id))
+        else:
+            self.display.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
+        self.run.rewind(self.step if found else -1)
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "agents": [
+                {
+                    "position": pupil.position,
+                    "digests": pupil.rows.digests,
+                    "dropped": pupil.rows.dropped,
+                    "totals": pupil.totals,
+                    "losses": list(pupil.losses.items()),
+                    "accuracy": list(pupil.accuracy.items()),
+                }
+                for pupil in self.pupils
+            ],
+            "random": global_random_state(),
+        }
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        for pupil, own in zip(self.pupils, state["agents"], strict=True):
+            self._check_rows(pupil, own.get("digests", pupil.rows.digests))
+        self.step, self.seconds = state["step"], state["seconds"]
+        for pupil, own in zip(self.pupils, state["agents"], strict=True):
+            pupil.position = own["position"]
+            pupil.rows.dropped, pupil.totals = Counter(own["dropped"]), Counter(own["totals"])
+            pupil.losses, pupil.accuracy = dict(own["losses"]), dict(own["accuracy"])
+        restore_global_random_state(state["random"])
+
+    def _check_rows(self, pupil: Pupil, digests: list[str]) -> None:
+        """UserError if the rows are not those that the checkpoint was trained on."""
+        for data, digest, then in zip(pupil.config.data, pupil.rows.digests, digests, strict=True):
+            if digest != then:
+                raise UserError(
+                    f"{self.run.path} cannot be continued: {data.file or 'its task'} no longer gives agent "
+                    f"{pupil.config.id} the rows it was started with. Put the old data back, or start anew with "
+                    "another output_dir."
+                )
+
+    def _summary(self) -> dict[str, Any]:
+        agents = {}
+        for pupil in self.pupils:
+            agents[pupil.config.id] = {
+                "model": pupil.config.model,
+                **{f"{when}_loss": value for when, value in ends(pupil.losses).items()},
+                **{f"{when}_accuracy": value for when, value in ends(pupil.accuracy).items()},
+                "updates": pupil.agent.learner.updates,
+                **pupil.totals,
+                "dropped": dict(pupil.rows.dropped),
+            }
+        return {"steps": self.step, "seconds": self.seconds, "agents": agents}
+
+
+def ends(values: dict[int, float]) -> dict[str, float | None]:
+    steps = sorted(values)
+    return {"start": values[steps[0]] if steps else None, "final": values[steps[-1]] if steps else None}
+
+
+def told(dropped: Counter[str]) -> str:
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+    return f"{dropped.total():,} ({reasons})"
+
+
+# --- the folder ------------------------------------------------------------------------------------
+
+
+def check_free(path: Path) -> None:
+    """UserError unless a new warm-up may be written there: what exists is never touched."""
+    if (path / CONFIG_FILE).is_file():
+        hint = f"Continue it with `hacrl warmup {path} --resume`, or choose another output_dir."
+        raise UserError(f"output_dir: {path} already holds a warm-up. {hint}")
+    RunDir.check_free(path)
+
+
+def clear(path: Path) -> None:
+    """Empty the folder, which was empty before: nothing has been learned yet."""
+    for child in path.iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+
+
+def saved_config(path: Path) -> WarmupConfig:
+    """The resolved config, with the folder it was found in as its output_dir."""
+    file = path / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(f"{path} is not a warm-up: it has no {CONFIG_FILE}.")
+    data, _ = read_source(file)
+    return WarmupConfig.from_dict({**data, "output_dir": str(path)}, str(file))
+
+
+def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfig:
+    """The config that a command means: a YAML file, or with `resume` also the folder of a warm-up."""
+    if not Path(source).is_dir():
+        return WarmupConfig.load(source, overrides)
+    config = saved_config(Path(source))
+    if not resume:
+        raise UserError(f"{source} is the folder of a warm-up. Continue it with `hacrl warmup {source} --resume`.")
+    data = apply_overrides(config.model_dump(mode="json"), overrides)
+    return WarmupConfig.from_dict(data, with_overrides(source, overrides))
+
+
+def check_same(config: WarmupConfig, saved: WarmupConfig) -> None:
+    """UserError if continuing the saved warm-up with this config would make it another one."""
+    refuse_changes(config, saved, config.output_dir, "a warm-up", RESUMABLE_CHANGES)
+
+
+# --- what a person sees ----------------------------------------------------------------------------
+
+
+class Display:
+    """A bar with the latest losses in a terminal, lines elsewhere."""
+
+    def __init__(self, config: WarmupConfig, console: Console) -> None:
+        self.config, self.console = config, console
+        columns = (
+            TextColumn("warm-up"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+        self.job = self.bar.add_task("", total=config.last_step)
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
+
+    def show(self, step: int, metrics: dict[str, Any]) -> None:
+        parts = []
+        for agent in self.config.agents:
+            names = {"loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy"}
+            values = {shown: metrics.get(f"{agent.id}/{name}") for name, shown in names.items()}
+            known = [
+                f"{name} {value:.3f}" for name, value in values.items() if value is not None and math.isfinite(value)
+            ]
+            if known:
+                parts.append(f"{agent.id}: {' '.join(known)}")
+        self.bar.update(self.job, completed=step, description=" | ".join(parts))
+        evaluated = any("/eval_" in name for name in metrics)
+        if evaluated or (not self.console.is_interactive and step % LINE_EVERY == 0):
+            line = " | ".join([f"step {step}/{self.config.last_step}", *parts])
+            self.console.print(Text(line), soft_wrap=True)

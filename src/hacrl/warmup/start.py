@@ -1,0 +1,134 @@
+"""Starting models that have to be made first: cut from a larger one, or with new weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from hacrl.agents.loading import load_model, load_tokenizer, resolve_model
+from hacrl.config.warmup import WarmupAgentConfig
+from hacrl.errors import UserError, lack_of_memory, nearest
+from hacrl.opening import reason
+from hacrl.seeding import derive_seed
+
+
+def starting_model(agent: WarmupAgentConfig, index: int, seed: int, folder: Path) -> str:
+    """What the agent starts from: its model, or one that is made and saved in this folder unless it is there."""
+    if not agent.starts_from_a_copy:
+        assert agent.model is not None
+        return agent.model
+    if not folder.is_dir():
+        model, tokenizer = _random(agent, index, seed) if agent.init == "random" else _cut(agent)
+        aside = folder.with_name(f".{folder.name}.partial")
+        aside.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        aside.rename(folder)
+    return str(folder)
+
+
+# --- fewer layers ----------------------------------------------------------------------------------
+
+
+def _cut(agent: WarmupAgentConfig) -> tuple[Any, PreTrainedTokenizerBase]:
+    assert agent.model is not None
+    config = agent.for_agent(agent.model).model_copy(update={"device": "cpu"})
+    model = load_model(config)
+    count = model.config.get_text_config().num_hidden_layers
+    first = min(agent.max_layers or count, count)
+    keep = [layer for layer in range(first) if layer not in agent.drop_layers]
+    outside = [layer for layer in agent.drop_layers if layer >= count]
+    if outside or not keep:
+        what = f"there is no layer {outside[0]}" if outside else "no layer would be left"
+        raise UserError(f"agents.{agent.id}: {what}: {agent.model} has the layers 0 to {count - 1}.")
+    keep_layers(model, keep, agent.id)
+    return model, load_tokenizer(config)
+
+
+def keep_layers(model: Any, keep: list[int], agent_id: str) -> None:
+    """Leave out the other layers. For use, save the model and open it again: layers know their old numbers."""
+    text = model.config.get_text_config()
+    count = text.num_hidden_layers
+    places = [
+        (module, name, child)
+        for module in model.base_model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    if len(places) != 1:
+        raise UserError(f"agents.{agent_id}: the layers of {type(model).__name__} cannot be told from its other parts.")
+    ((module, name, layers),) = places
+    setattr(module, name, nn.ModuleList(layers[layer] for layer in keep))
+    # Kinds of attention and the like, one entry a layer.
+    lists = {key: value for key, value in text.to_dict().items() if "layer" in key and isinstance(value, list)}
+    text.num_hidden_layers = len(keep)
+    for key, value in lists.items():
+        if len(value) == count:
+            setattr(text, key, [value[layer] for layer in keep])
+
+
+# --- new weights -----------------------------------------------------------------------------------
+
+
+def resolve_tokenizer(agent: WarmupAgentConfig) -> str:
+    """Where the tokenizer of a model with new weights is; a folder needs nothing else in it."""
+    if agent.tokenizer is None:
+        return resolve_model(str(agent.model), f"agents.{agent.id}.model")
+    return resolve_model(agent.tokenizer, f"agents.{agent.id}.tokenizer", ("tokenizer_config.json", "tokenizer.json"))
+
+
+def _random(agent: WarmupAgentConfig, index: int, seed: int) -> tuple[Any, PreTrainedTokenizerBase]:
+    where = f"agents.{agent.id}"
+    source = resolve_tokenizer(agent)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=agent.trust_remote_code)
+        config = _architecture(agent, tokenizer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, index))
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=agent.trust_remote_code
+            )
+    except UserError:
+        raise
+    except Exception as error:  # of transformers, about a tokenizer of anybody and any options
+        if isinstance(error, RuntimeError) and lack_of_memory(error):
+            raise
+        raise UserError(f"{where}: a model with new weights cannot be made: {reason(error)}") from error
+    if config.get_text_config().vocab_size < len(tokenizer):
+        raise UserError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, more than config.vocab_size "
+            f"({config.get_text_config().vocab_size})."
+        )
+    model.generation_config = GenerationConfig(**_special(tokenizer))
+    return model, tokenizer
+
+
+def _architecture(agent: WarmupAgentConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The config of the new model. What it does not say about the vocabulary, the tokenizer does."""
+    own_tokens = {"vocab_size": len(tokenizer), **_special(tokenizer)} if agent.tokenizer else {}
+    options = {name: value for name, value in agent.config.items() if name != "model_type"}
+    if agent.model is None:
+        kind = agent.config["model_type"]
+        _check_options(agent, options, AutoConfig.for_model(kind))
+        return AutoConfig.for_model(kind, **{**own_tokens, **options})
+    source, remote = resolve_model(agent.model, f"agents.{agent.id}.model"), agent.trust_remote_code
+    _check_options(agent, agent.config, AutoConfig.from_pretrained(source, trust_remote_code=remote))
+    return AutoConfig.from_pretrained(source, trust_remote_code=remote, **{**own_tokens, **options})
+
+
+def _check_options(agent: WarmupAgentConfig, options: dict[str, Any], config: Any) -> None:
+    """transformers takes any name, and nobody would ever read it."""
+    known = {*config.to_dict(), *config.attribute_map} - {"model_type"}
+    for name in options:
+        if name not in known:
+            raise UserError(f"agents.{agent.id}.config: {config.model_type} has no {name!r}{nearest(name, known)}")
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
