@@ -10,7 +10,8 @@ from rich.text import Text
 
 from hacrl.errors import CONTROL, UserError, harmless
 from hacrl.tasks.problem import Prompt
-from hacrl.training.files import ROLLOUT, each_line
+from hacrl.training.files import each_line
+from hacrl.training.records import ROLLOUT
 from hacrl.training.run_dir import RunDir
 
 MAX_CHARACTERS = 2_000

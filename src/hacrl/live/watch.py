@@ -11,7 +11,8 @@ from rich.text import Text
 
 from hacrl.errors import UserError
 from hacrl.live.progress import View, duration
-from hacrl.training.files import METRICS, PROGRESS, parse_lines, read_object
+from hacrl.training.files import parse_lines, read_bytes, read_object
+from hacrl.training.records import METRICS, PROGRESS
 from hacrl.training.run_dir import RunDir
 
 POLL_SECONDS = 1.0
@@ -67,20 +68,18 @@ class Follower:
         return "interrupted" if self._offset else "not started"
 
     def _read_metrics(self) -> None:
-        if not self.run.metrics_file.is_file():
+        path = self.run.metrics_file
+        if not path.exists():
             return
-        with self.run.metrics_file.open("rb") as file:
-            file_number = self.run.metrics_file.stat().st_ino
-            if self._offset and file_number != self._file:
-                self._start()  # a run that is continued has a new file, without the steps that are done again
-            self._file = file_number
-            file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")  # the last line may be half written
-        if whole:
-            first, self._lines = self._lines + 1, self._lines + whole.count(b"\n") + 1
-            self._offset += len(whole) + 1
-            for _, line in parse_lines(whole + b"\n", self.run.metrics_file, METRICS, first):
-                self.view.add(line)
+        file_number = path.stat().st_ino
+        if self._offset and file_number != self._file:
+            self._start()  # a run that is continued has a new file, without the steps that are done again
+        self._file = file_number
+        whole, end, _ = read_bytes(path, self._offset).rpartition(b"\n")  # the last line may be half written
+        for _, line in parse_lines(whole + end, path, METRICS, self._lines + 1):
+            self.view.add(line)
+        self._lines += (whole + end).count(b"\n")
+        self._offset += len(whole + end)
 
     def _read_progress(self) -> None:
         view = self.view

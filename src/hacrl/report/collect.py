@@ -17,7 +17,8 @@ from hacrl.config.settings import read_source
 from hacrl.config.task import part_label
 from hacrl.errors import UserError
 from hacrl.report.explanation import explanation_of
-from hacrl.training.files import STUDY, mismatch, read_object
+from hacrl.training.files import mismatch
+from hacrl.training.records import read_study
 from hacrl.training.run_dir import RunDir
 
 Data = dict[str, Any]
@@ -331,7 +332,7 @@ def rounded(value: Any) -> Any:
 def study_data(folder: Path) -> tuple[Data, list[Path | None]]:
     """A study with the data of its runs, and the folders of these runs."""
     path = folder / "study.json"
-    study = read_object(path, STUDY)
+    study = read_study(path)
     runs, folders = [], []
     for entry in study["runs"]:
         run_folder = folder / str(entry.get("dir"))

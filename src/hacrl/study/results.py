@@ -13,7 +13,7 @@ from rich.text import Text
 from hacrl.live.progress import duration
 from hacrl.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
 from hacrl.study.grid import Run, Study
-from hacrl.training.files import STUDY, read_object
+from hacrl.training.records import read_study
 from hacrl.training.run_dir import write_atomically
 
 ALL = "all"
@@ -81,7 +81,7 @@ def write_results(study: Study, results: dict[str, Any]) -> None:
 def read_gpu_seconds(study: Study) -> dict[str, float]:
     """By name of the run: what earlier calls of the study wrote down."""
     file = study.folder / "study.json"
-    rows = read_object(file, STUDY)["runs"] if file.is_file() else []
+    rows = read_study(file)["runs"] if file.exists() else []
     found = {(row.get("pair"), row.get("variant"), row.get("seed")): row.get("gpu_seconds") for row in rows}
     by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
     return {name: seconds for name, seconds in by_name.items() if seconds is not None}

@@ -20,7 +20,8 @@ from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.live.progress import duration
 from hacrl.study.grid import Run, Study, StudyConfig
 from hacrl.study.results import collect, read_gpu_seconds, write_results
-from hacrl.training.files import METRICS, parse_lines
+from hacrl.training.files import parse_lines, read_bytes
+from hacrl.training.records import METRICS
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
 
 RUNS_PER_GPU = 4
@@ -322,14 +323,10 @@ class Runner:
 def last_step(run: Run) -> int:
     """The newest step in the run's metrics; 0 where there is none."""
     file = run.folder.metrics_file
-    if not file.is_file():
-        return 0
-    with file.open("rb") as lines:
-        lines.seek(max(file.stat().st_size - TAIL, 0))
-        whole = lines.read().split(b"\n")[:-1]
     try:
-        *_, (_, last) = parse_lines(b"\n".join([*whole[-1:], b""]), file, METRICS)
-    except (UserError, ValueError):  # longer than what was read, or damaged: the run itself will say so
+        newest = read_bytes(file, -TAIL).split(b"\n")[-2:-1]  # behind it is what is being written
+        ((_, last),) = parse_lines(b"\n".join([*newest, b""]), file, METRICS)
+    except (FileNotFoundError, UserError, ValueError):  # not there, longer than what was read, or damaged
         return 0
     return int(last["step"])
 

@@ -15,6 +15,7 @@ from hacrl.learners.learner import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict
+from hacrl.training.records import teaching
 
 Metrics = dict[str, float]
 
@@ -85,11 +86,6 @@ def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metri
             metrics["clip_ratio/region_mean"] = float((low | high).mean())
             metrics["gradient_mass"] = gradient_mass({name: column[own] for name, column in records.items()})
     return metrics
-
-
-def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The lines with A other than 0: the others are computed for a trace only, and figures must not depend on that."""
-    return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 
 def _dropped(result: LearnResult, lesson: Lesson, source: int) -> Metrics:

@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from hacrl.config import RunConfig
 from hacrl.config.settings import read_source
 from hacrl.errors import UserError, warn
-from hacrl.training.files import ANYTHING, METRICS, SUMMARY, each_line, read_lines, read_object
+from hacrl.training.files import Kind, Line, each_line, read_lines, read_object
+from hacrl.training.records import LINE_ADVICE, METRICS, SUMMARY
 
 STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 UNBEGUN = {".lock", ".config.yaml.partial", ".warmup.yaml.partial"}
@@ -25,10 +26,17 @@ UNBEGUN = {".lock", ".config.yaml.partial", ".warmup.yaml.partial"}
 
 
 class RunDir:
+    """The folder of a run."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.summary_file = self.path / "summary.json"
+        self.progress_file = self.path / "progress.json"
+        self.trackers_file = self.path / "trackers.json"
         self.made_folder = False
-        """By `create`: it was not there before."""
+        """Whether `create` made the folder."""
 
     @staticmethod
     def check_free(path: str | Path) -> None:
@@ -95,26 +103,6 @@ class RunDir:
         except FileNotFoundError:
             return False
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def progress_file(self) -> Path:
-        return self.path / "progress.json"
-
-    @property
-    def trackers_file(self) -> Path:
-        return self.path / "trackers.json"
-
     def step_file(self, kind: str, step: int) -> Path:
         return self.path / kind / f"step-{step:06d}.jsonl"
 
@@ -131,36 +119,36 @@ class RunDir:
     def write_config(self, config: RunConfig) -> None:
         write_atomically(self.config_file, config.to_yaml())
 
-    def summary(self) -> dict[str, Any] | None:
-        if not self.summary_file.is_file():
-            return None
-        return read_object(self.summary_file, SUMMARY)
+    def summary(self) -> Line | None:
+        """What summary.json says (`Summary` in records.py); None if the run is not finished."""
+        return read_object(self.summary_file, SUMMARY) if self.summary_file.exists() else None
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.metrics_file, METRICS) if self.metrics_file.is_file() else []
+    def metrics(self) -> list[Line]:
+        """The lines of metrics.jsonl; none before the first step."""
+        return read_lines(self.metrics_file, METRICS) if self.metrics_file.exists() else []
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
+    def append_metrics(self, line: Line) -> None:
         with naming(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def amend_metrics(self, step: int, more: dict[str, Any]) -> None:
+    def amend_metrics(self, step: int, more: Line) -> None:
         """Add to the line of the last step."""
         lines = self.metrics()
         last = lines.pop() if lines and lines[-1]["step"] == step else {"step": step}
-        write_atomically(self.metrics_file, "".join(to_json(line) + "\n" for line in [*lines, last | more]))
+        write_lines(self.metrics_file, [*lines, last | more])
 
-    def write_step(self, kind: str, step: int, lines: Iterable[dict[str, Any]]) -> None:
+    def write_step(self, kind: str, step: int, lines: Iterable[Line]) -> None:
         path = self.step_file(kind, step)
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, "".join(to_json(line) + "\n" for line in lines))
+        write_lines(path, lines)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, summary: Line) -> None:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`: those steps are about to be done again."""
+        """Delete what was logged after `step`: those steps are about to be done again."""
         self._rewind_metrics(step)
         for kind in ("rollouts", "trace"):
             for logged in self.steps(kind):
@@ -171,7 +159,7 @@ class RunDir:
     def _rewind_metrics(self, step: int) -> None:
         kept: list[str] = []
         last = -1
-        if self.metrics_file.is_file() and step >= 0:
+        if self.metrics_file.exists() and step >= 0:
             for text, line in each_line(self.metrics_file, METRICS):
                 if line["step"] <= step:
                     kept.append(text + "\n")
@@ -180,7 +168,7 @@ class RunDir:
                     break
         if last < step:
             warn(f"{self.metrics_file} has no line of step {step}: the curves of this run have a gap there.")
-        if self.metrics_file.is_file():
+        if self.metrics_file.exists():
             write_atomically(self.metrics_file, "".join(kept))
 
 
@@ -250,8 +238,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return read_lines(path, ANYTHING)
+def read_jsonl(path: Path) -> list[Line]:
+    """The JSON objects of any file that has one a line."""
+    return read_lines(path, Kind("a JSON object", {}, LINE_ADVICE))
+
+
+def write_lines(path: Path, lines: Iterable[Line]) -> None:
+    write_atomically(path, "".join(to_json(line) + "\n" for line in lines))
 
 
 def write_atomically(path: Path, text: str) -> None:
