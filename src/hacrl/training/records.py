@@ -82,14 +82,13 @@ class TraceLine(TypedDict):
 
 
 class Costs(TypedDict, total=False):
-    """What a run, or an agent of it, has cost besides time."""
+    """What a run, or an agent of it, has cost besides time and memory."""
 
     rollouts: Number
     tokens: Number
     tokens_trained: Number
     tokens_forward: Number
     updates: Number
-    peak_memory_gib: Number
 
 
 class AgentSummary(Costs, total=False):
@@ -102,6 +101,7 @@ class AgentSummary(Costs, total=False):
     final_sampled: Number
     sample_seconds: Number
     learn_seconds: Number
+    peak_memory_gib: Number
     unverified: Number
     dropped: object
     nonfinite_updates: Number
@@ -113,8 +113,9 @@ class Summary(Costs):
     steps: int
     seconds: Number
     agents: dict[str, AgentSummary]
+    peak_memory_gib: NotRequired[Number]
     algorithm: NotRequired[object]
-    best_step: NotRequired[object]
+    best_step: NotRequired[int | None]
 
 
 class StudyRun(TypedDict, total=False):
