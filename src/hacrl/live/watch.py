@@ -21,7 +21,7 @@ State = Literal["running", "finished", "interrupted", "not started"]
 
 
 def watch(console: Console, run_path: Path, once: bool) -> None:
-    """Show the run until it ends; once if asked to, or if this is no terminal."""
+    """Show a run until it ends, or only once: if asked to, or if the output is no terminal."""
     follower = Follower(RunDir.open(run_path))
     state = follower.read()
     if state == "running" and not once and console.is_interactive:
@@ -37,7 +37,7 @@ def watch(console: Console, run_path: Path, once: bool) -> None:
 
 
 class Follower:
-    """Reads what a run has written since the last time."""
+    """Reads what a run has written since the last look, for the live table."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -53,8 +53,8 @@ class Follower:
         return self.view
 
     def read(self) -> State:
-        """What is new goes to the view."""
-        # First the lock: if nobody holds it, what is read afterwards is final.
+        """Take in what is new; the state of the run."""
+        # The lock is looked at first: if nobody holds it, what is read afterwards is final.
         held = self.run.is_locked()
         if self.run.config_file.stat().st_mtime_ns != self._config_changed:
             self._start()  # continued with other settings
@@ -93,6 +93,7 @@ class Follower:
             view.save_seconds, view.warning = state["save_seconds"], state["warning"]
 
     def sentence(self, state: State) -> str:
+        """How far the run is, and what can be done with it."""
         path, step, last = self.run.path, self.view.step, self.view.config.max_steps
         resume = f"`hacrl train {path} --resume`"
         match state:

@@ -1,4 +1,4 @@
-"""`hacrl report`: one HTML file with everything inside. It opens offline and asks nobody for anything."""
+"""`hacrl report`: one HTML file with everything inside, which opens offline and loads nothing."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ MEGABYTE = 1_000_000
 
 
 def write_report(target: Path, output: Path | None = None, max_mb: float = 30.0) -> Path:
-    """The report of a run or a study; returns where it is."""
+    """Write the report of a run or a study, and return its path."""
     if (target / "study.json").is_file():
         study, folders = study_data(target)
         data: Data = {
@@ -41,7 +41,7 @@ def write_report(target: Path, output: Path | None = None, max_mb: float = 30.0)
 
 
 def check_replaceable(output: Path) -> None:
-    """UserError unless nothing is there, or an earlier report."""
+    """UserError unless the file does not exist or is an earlier report."""
     if output.is_dir():
         raise UserError(f"--output: {output} is a folder. Give the name of a file.")
     if not output.parent.is_dir():
@@ -77,6 +77,7 @@ def render(data: Data, runs: list[Chunks | None], max_mb: float) -> str:
 
 
 def page(data: Data, blocks: list[tuple[str, str]]) -> str:
+    """The HTML with its data and the blocks of rollouts, each with the id of its element."""
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
     plotly = plotly_script()

@@ -18,7 +18,7 @@ USE = ("advantage", "ratio", "lower", "upper", "kept", "weight")
 
 
 class Chunks:
-    """The steps of one run as base64 texts, each compressed once, when it is asked for."""
+    """The rollouts of one run, a base64 text for each step, compressed when it is first asked for."""
 
     def __init__(self, run: Path) -> None:
         self.run = RunDir(run)
