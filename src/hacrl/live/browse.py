@@ -1,4 +1,4 @@
-"""The rollouts of a run, for a person to read."""
+"""Prints the rollouts of a run for a person to read: `hacrl rollouts`."""
 
 from pathlib import Path
 
@@ -170,6 +170,6 @@ def prompt_text(prompt: Prompt) -> Text:
 
 
 def shortened(text: str) -> Text:
-    """Model text as plain text: no markup, no control codes, not endless."""
+    """Text of a model as it can be shown: without markup and control codes, and not too long."""
     shown = harmless(text[:MAX_CHARACTERS])
     return Text(shown + (f" … ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""))

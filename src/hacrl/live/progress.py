@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions
@@ -198,9 +197,8 @@ class Progress:
 
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
         self.view, self.console = View(config, title), console
-        self.live = (
-            Live(self.view, console=console, auto_refresh=False, transient=True) if console.is_interactive else None
-        )
+        live = Live(self.view, console=console, auto_refresh=False, transient=True)
+        self.live = live if console.is_interactive else None
         self._notes = _Notes(self)
         self._file: Path | None = None
         self._lock = Lock()
@@ -216,13 +214,11 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         self._ended.set()
         self._thread.join()
         if self.live:
-            self.live.transient = kind is None  # what a run came to before it failed stays
+            self.live.transient = error is None  # what a run came to before it failed stays
             self.live.stop()
         logging.getLogger("hacrl").removeHandler(self._notes)
 
@@ -309,7 +305,7 @@ class _Notes(logging.Handler):
 
 
 def known_values(metrics: dict[str, Any], names: Iterable[str]) -> list[float]:
-    """Those of the metrics that have a value."""
+    """The values of those metrics that have one."""
     return [value for name in names if (value := metrics.get(name)) is not None]
 
 

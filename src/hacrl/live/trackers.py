@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hacrl.config import RunConfig
@@ -162,7 +161,7 @@ class Trackers:
             try:
                 self.trackers[tracker] = TRACKERS[tracker](config, run.path, name, first if known else None)
             except Exception as error:
-                self.__exit__(None, None, None)
+                self.__exit__()
                 advice = "Go on without it: add 'report_to=[]' to the command."
                 raise UserError(f"report_to: {tracker} did not start: {one_line(error)}. {advice}") from None
             if self.trackers[tracker].needs_history:
@@ -173,9 +172,7 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name in list(self.trackers):
             self._safely(name, lambda tracker: tracker.close(self.step, self.summary))
 

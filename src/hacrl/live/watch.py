@@ -53,7 +53,7 @@ class Follower:
         return self.view
 
     def read(self) -> State:
-        """Take in what is new; the state of the run."""
+        """Take in what is new, and return the state of the run."""
         # The lock is looked at first: if nobody holds it, what is read afterwards is final.
         held = self.run.is_locked()
         if self.run.config_file.stat().st_mtime_ns != self._config_changed:

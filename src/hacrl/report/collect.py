@@ -107,7 +107,7 @@ def describe_task(task: Any) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for whatever else."""
+    """A finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value

@@ -13,7 +13,7 @@ from hacrl.training.run_dir import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("dom.js", "charts.js", "run.js", "rollouts.js", "study.js", "main.js")
-"""In the order in which they build on each other; together they are one script."""
+"""The parts of the page's script, in the order in which they build on each other."""
 GENERATOR = '<meta name="generator" content="hacrl report">'
 MEGABYTE = 1_000_000
 
@@ -110,7 +110,7 @@ def plotly_script() -> str:
 
 
 def script_hash(script: str) -> str:
-    """As a content security policy names an inline script."""
+    """The name of an inline script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode('ascii')}'"
 
 

@@ -13,8 +13,8 @@ from hacrl.training.run_dir import RunDir
 MAX_TEXT = 20_000
 """Characters of a prompt or an answer; what is longer is cut, and the page says so."""
 
-USE = ("advantage", "ratio", "lower", "upper", "kept", "weight")
-"""What a learner made of a rollout, in the order in which a chunk has it."""
+USE = [name for name in Use.__annotations__ if name != "dropped"]
+"""The figures of a learner's use of a rollout, in the order in which a chunk has them."""
 
 
 class Chunks:
@@ -33,7 +33,7 @@ class Chunks:
         return self._made[step]
 
     def within(self, budget: float) -> list[int]:
-        """As many steps, evenly spread, as fit into so many bytes."""
+        """Steps, evenly spread, as many as fit into so many bytes."""
         if not self.steps:
             return []
         probe = [self.steps[i] for i in spread(len(self.steps), 3)]

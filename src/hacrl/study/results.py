@@ -19,7 +19,7 @@ from hacrl.training.run_dir import write_atomically
 Row = dict[str, Any]
 
 ALL = "all"
-"""In place of an agent: the mean over the pair's agents; in place of a pair: over the agents of all pairs."""
+"""Stands for the mean over the agents of a pair or, in place of a pair, over the agents of all pairs."""
 OF_A_RUN = (*Costs.__annotations__, "seconds", "peak_memory_gib")
 OF_AN_AGENT = (*Costs.__annotations__, "sample_seconds", "learn_seconds", "peak_memory_gib")
 MEASURED = {
@@ -153,7 +153,10 @@ def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float
 
 
 def compare(study: Study, agents: list[Row]) -> list[Row]:
-    """Every variant with the baseline, seed by seed: by agent, for the pair, over all pairs. Holm over all of it."""
+    """Compare every variant with the baseline, seed by seed: for each agent, for each pair, and over all pairs.
+
+    Holm's correction covers all of these comparisons.
+    """
     ids = {(pair, variant): agent_ids(study, pair, variant) for pair in study.pairs for variant in study.variants}
     others = [variant for variant in study.variants if variant != study.baseline]
     same = {(pair, variant) for pair, variant in ids if ids[pair, variant] == ids[pair, study.baseline]}
@@ -185,7 +188,7 @@ def is_at(row: Row, pair: str, agent: str, variant: str) -> bool:
 
 
 def seed_means(values: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over agents, of each seed that all of them have."""
+    """The mean over agents for each seed that all of them have."""
     common = [seed for seed in values[0] if all(seed in own for own in values)]
     return {seed: float(np.mean([own[seed] for own in values])) for seed in common}
 

@@ -77,7 +77,7 @@ class Child:
 
 
 def choose_places(study: Study, jobs: int | None) -> Places:
-    """As many runs at once as fit, and the same number of threads for each, however many run at once."""
+    """How many runs fit at once, with a number of threads that does not depend on how many run at once."""
     configs = [run.config for run in study.runs]
     devices = {agent.device for config in configs for agent in config.agents}
     gpus = visible_gpus() if devices != {"cpu"} else []
@@ -94,7 +94,7 @@ def choose_places(study: Study, jobs: int | None) -> Places:
 
 
 def needs_all_gpus(config: RunConfig) -> bool:
-    """Whether a run has to see every GPU: it says itself who goes where, or Ray does, or an agent takes several."""
+    """Whether a run has to see every GPU: its config or Ray places the agents, or an agent takes several."""
     on_one = all(agent.fsdp == 1 and not agent.device.startswith("cuda:") for agent in config.agents)
     return config.execution == "ray" or not on_one
 
@@ -185,7 +185,7 @@ class Runner:
         """What these runs did, in the unit of `Run.cost`."""
 
     def go(self) -> None:
-        """Until all runs have ended."""
+        """Start runs and look after them until all have ended."""
         self.write()
         while self.waiting or self.children:
             while self.waiting and (job := self.free_job()) is not None:
