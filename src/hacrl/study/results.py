@@ -171,7 +171,7 @@ def compare(study: Study, agents: list[Row]) -> list[Row]:
     rows = []
     for pair, agent, variant in places:
         own, base = (
-            seed_means([row["values"] for row in agents if is_at(row, pair, agent, label)])
+            mean_by_seed([row["values"] for row in agents if is_at(row, pair, agent, label)])
             for label in (variant, study.baseline)
         )
         differences = [own[seed] - base[seed] for seed in own if seed in base]
@@ -187,10 +187,10 @@ def is_at(row: Row, pair: str, agent: str, variant: str) -> bool:
     return row["variant"] == variant and pair in (row["pair"], ALL) and agent in (row["agent"], ALL)
 
 
-def seed_means(values: list[dict[str, float]]) -> dict[str, float]:
+def mean_by_seed(agents: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean over agents for each seed that all of them have."""
-    common = [seed for seed in values[0] if all(seed in own for own in values)]
-    return {seed: float(np.mean([own[seed] for own in values])) for seed in common}
+    common = [seed for seed in agents[0] if all(seed in others for others in agents)]
+    return {seed: float(np.mean([agent[seed] for agent in agents])) for seed in common}
 
 
 def comparison(study: Study, differences: list[float]) -> Row:

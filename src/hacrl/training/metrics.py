@@ -1,6 +1,6 @@
 """The metrics of a step: TRL's names for each agent, and how each learner used each source.
 
-docs/algorithm.md lists all names. Those that contain `time` depend on the machine; all other metrics are reproducible.
+The docs list all names. Those that contain `time` depend on the machine; all other metrics are reproducible.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a run will do and need, worked out from its config without loading a weight: `--dry-run`.
 
-Seconds are arithmetic and memory traffic at full lengths, over rates that were measured (docs/performance.md).
+Seconds are arithmetic and memory traffic at full lengths, over rates that were measured.
 """
 
 import math

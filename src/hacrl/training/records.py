@@ -1,6 +1,6 @@
 """What the files of runs and studies hold, as types; and the lines of rollouts/ and trace/, as the trainer makes them.
 
-Reading a file checks it against its type. docs/algorithm.md and docs/studies.md explain every field.
+Reading a file checks it against its type. The docs explain every field.
 """
 
 import math
@@ -154,7 +154,7 @@ class ProgressState(TypedDict):
 
 LINE_ADVICE = "Fix or delete that line."
 METRICS = Kind("a line of metrics", {"step": int, "*": NUMBER}, LINE_ADVICE, grows=True)
-"""A line of metrics.jsonl: numbers by name, which docs/algorithm.md lists."""
+"""A line of metrics.jsonl: the step, and numbers by name."""
 ROLLOUT = Kind("a rollout", shape_of(RolloutLine), LINE_ADVICE)
 TRACE = Kind("a line of a trace", shape_of(TraceLine), LINE_ADVICE)
 SUMMARY = Kind("the summary of a run", shape_of(Summary), "Delete the file: continuing with --resume writes it again.")
