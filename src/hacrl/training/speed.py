@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Device:
-    """Rates, and what is reached of them: from the runs in docs/performance.md."""
+    """Rates, and what is reached of them: from the runs in docs/speed.md."""
 
     name: str
     operations: float
