@@ -1,6 +1,6 @@
 """What is measured in a step: TRL's names for each agent, and how each learner used each source.
 
-All names are listed in docs/algorithm.md. Names that contain `time` depend on the machine; the rest of a
+All names are listed in docs/files.md. Names that contain `time` depend on the machine; the rest of a
 run's metrics are reproducible.
 """
 

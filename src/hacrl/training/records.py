@@ -1,4 +1,4 @@
-"""Lines of rollouts/ and trace/ (docs/algorithm.md): what each rollout is, and what it was to each learner."""
+"""Lines of rollouts/ and trace/ (docs/files.md): what each rollout is, and what it was to each learner."""
 
 import math
 from collections.abc import Sequence
