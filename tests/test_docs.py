@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from conftest import MakeConfig
-from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation
+from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation, RobustHACPO
 from hacrl.config import AgentConfig, ModelSettings, RunConfig, parse_algorithm
 from hacrl.config.task import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
 from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
@@ -168,7 +168,7 @@ def is_section(kind: Any) -> bool:
 
 
 def test_every_key_of_a_run_is_documented_with_its_default() -> None:
-    apart = {"algorithm": "see right", "agents": "required", "task": "required"}
+    apart = {"algorithm": {"name": RobustHACPO.name}, "agents": "required", "task": "required"}
     keys = {key: default for key, default in all_keys(RunConfig) if key.partition(".")[0] not in apart}
     own = AgentConfig.model_fields.keys() - RunConfig.model_fields.keys()
     assert documented_defaults(CONFIG) == {**keys, **apart, **{f"agents.{name}": "required" for name in own}}
