@@ -1,4 +1,4 @@
-"""What `make demo` says about several seeds, and the README's picture, from the study of the demo pair.
+"""What `make demo` says about several seeds, and the picture of docs/quickstart.md, from the study of the demo pair.
 
 hacrl study docs/results/demo.yaml
 python docs/results/demo.py runs/study-demo
@@ -67,7 +67,7 @@ def draw(curves: dict[tuple[str, str], list[dict[int, float]]], seeds: int) -> s
     agents = list(dict.fromkeys(agent for agent, _ in curves))
     values = [value for runs in curves.values() for run in runs for value in run.values()]
     low, high = int(min(values) * 20) / 20, (int(max(values) * 20) + 1) / 20
-    total = LEFT + len(agents) * (WIDTH + GAP)
+    total = LEFT + len(agents) * (WIDTH + GAP) + 40  # the legend is wider than the panels
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {TOP + HEIGHT + 50}" '
         'font-family="system-ui, sans-serif" font-size="13" fill="#1f2937">',
