@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation
 from hacrl.config import LoraConfig, ModelSettings, RunConfig, parse_algorithm
-from hacrl.config.task import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
+from hacrl.config.task import CurriculumConfig, PartConfig, ProblemsConfig, TaskConfig
 from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
 from hacrl.run import train
 from hacrl.training.run_dir import RunDir, read_jsonl
@@ -191,7 +191,7 @@ def defaults(section: type[BaseModel], prefix: str = "", without: Iterable[str] 
             "option of task",
             defaults(TaskConfig, "task.")
             | defaults(CurriculumConfig, "task.curriculum.", without=["stages"])
-            | defaults(PartConfig, "task.mixture.", without=SourceConfig.model_fields),
+            | defaults(PartConfig, "task.mixture.", without=ProblemsConfig.model_fields),
         ),
         (
             "option of warm-up",

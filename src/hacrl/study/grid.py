@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import RunConfig, check_command, checked
+from hacrl.config import RunConfig, checked
+from hacrl.config.run import check_command
 from hacrl.config.settings import apply_overrides, preset_names, read_source, with_overrides
 from hacrl.config.strict import Few, Seed, Strict
 from hacrl.config.strict_yaml import dump_yaml
