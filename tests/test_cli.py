@@ -604,7 +604,7 @@ def test_a_file_for_another_command(hacrl: Run) -> None:
     files = {
         "train": {"agents": models, "task": {"name": "arithmetic"}},
         "warmup": {"agents": models, "data": "rows.jsonl"},
-        "study": {"pairs": ["demo"], "algorithms": ["gspo"], "seeds": 2},
+        "study": {"teams": ["demo"], "algorithms": ["gspo"], "seeds": 2},
     }
     for right, content in files.items():
         Path("some.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")

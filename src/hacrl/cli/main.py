@@ -144,8 +144,9 @@ def study(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid, and stop.")] = False,
 ) -> None:
     """Run a grid of algorithms, pairs, options and seeds, and compare; called again, it goes on."""
+    from hacrl.config.study import StudyConfig
     from hacrl.study import results, runner
-    from hacrl.study.grid import Study, StudyConfig
+    from hacrl.study.grid import Study
 
     config = StudyConfig.load(source, overrides or [])
     if output_dir is not None:

@@ -16,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from hacrl.config import RunConfig
+from hacrl.config.study import StudyConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.live.progress import duration
-from hacrl.study.grid import Run, Study, StudyConfig
+from hacrl.study.grid import Run, Study
 from hacrl.study.results import collect, read_gpu_seconds, write_results
 from hacrl.training.files import METRICS, parse_lines
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
