@@ -67,6 +67,7 @@ def print_plan(console: Console, config: RunConfig) -> None:
 
 
 def print_costs(console: Console, config: RunConfig) -> None:
+    """Rollouts, updates, memory and seconds that a run would need."""
     from hacrl.live.progress import duration
     from hacrl.training.plan import plan, step_seconds
 

@@ -75,7 +75,7 @@ class AgentResources(ResourcesConfig):
     """What an agent takes of a Ray cluster; with `fsdp`, each of its processes."""
 
     sampler: ResourcesConfig | None = None
-    """With `engine: vllm`: put vLLM into a process of its own, which takes this; null: into the agent's."""
+    """What a separate process for vLLM takes, with `engine: vllm`; null: vLLM runs in the agent's process."""
 
 
 class Settings(ModelSettings):
@@ -104,7 +104,7 @@ class Settings(ModelSettings):
     sampler_ratio_max: Annotated[float, Field(ge=1, le=1e6)] | None = None
     """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: do not."""
     resources: AgentResources = AgentResources()
-    """With `execution: ray`."""
+    """What the agent takes of a Ray cluster, with `execution: ray`."""
     fsdp: Few = 1
     """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each, from `device` on."""
 

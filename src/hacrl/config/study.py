@@ -32,9 +32,9 @@ class StudyConfig(Strict):
     base: Changes = Field(default_factory=dict)
     """What all runs start from: a preset, a run's YAML file (its path is relative to the study's), or its content."""
     settings: Changes = Field(default_factory=dict)
-    """Over base and team, for all runs. What it says of `algorithm` holds for each of the algorithms."""
+    """Settings of all runs, over base and team. What they say of `algorithm` holds for each of the algorithms."""
     teams: dict[Label, Changes] = Field(default_factory=dict)
-    """Over base: a preset, a file or its content for each; a list of presets will do. Without any: base alone."""
+    """Teams to compare, over base: a preset, a file or its content for each; or a list of presets. None: base alone."""
     algorithms: Annotated[dict[Label, Changes], Field(min_length=1)]
     """Label -> settings. A label NAME is that algorithm; NAME_xN the same with N times the rollouts."""
     options: dict[Label, Changes] = Field(default_factory=dict)
@@ -137,7 +137,7 @@ class StudyConfig(Strict):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "study", folder: Path | None = None) -> Self:
-        """`folder`: where the files of runs that it names are looked for."""
+        """Check settings as they are in a YAML file. Files of runs that they name are looked for in `folder`."""
         data = with_teams(data, where)
         for key in data:
             if key not in cls.model_fields:
@@ -170,6 +170,7 @@ def with_teams(data: dict[str, Any], where: str, written_by_us: bool = False) ->
 
 
 def study_names() -> list[str]:
+    """Names of the bundled studies."""
     return sorted(path.stem for path in STUDIES.glob("*.yaml"))
 
 

@@ -9,6 +9,8 @@ from hacrl.config.strict import Few, Label, Length, Options, Positive, Seconds, 
 
 
 class RewardConfig(Strict):
+    """One reward function and its weight."""
+
     name: str
     """exact, math, soft_overlong, or module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
@@ -98,6 +100,7 @@ class ProblemsConfig(Strict):
 
     @property
     def has_heldout(self) -> bool:
+        """Whether there are held-out problems to measure accuracy on."""
         return self.name is not None or self.eval is not None
 
     def check_problems(self) -> None:
@@ -129,7 +132,7 @@ class ProblemsConfig(Strict):
 
 
 def is_data_set(source: str | None) -> bool:
-    """Whether it is no single file: one of the hub, or a folder."""
+    """Whether a name stands for a data set of the hub or a folder, not for a single file."""
     return source is not None and not source.endswith((".jsonl", ".json", ".parquet"))
 
 

@@ -42,6 +42,8 @@ def listed_ids(data: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Run:
+    """One run of a study."""
+
     pair: str
     variant: str
     seed: int
@@ -73,7 +75,7 @@ class Run:
 
     @property
     def rollouts_used(self) -> dict[str, int]:
-        """By each learner, in the whole run."""
+        """Rollouts that each learner uses in the whole run."""
         prompts, agents = self.config.max_steps * self.config.prompts_per_step, self.config.agents
         return {a.id: prompts * self.config.rollouts_per_prompt(a) * a.num_iterations for a in agents}
 
@@ -85,13 +87,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
+    """A study and the runs it stands for."""
+
     config: StudyConfig
     runs: list[Run]
     """Seed after seed, so that what is there of an unfinished study can be compared."""
 
     @classmethod
     def build(cls, config: StudyConfig) -> Self:
-        """UserError unless every run of the grid is a possible one."""
+        """List the runs of the grid; UserError unless every one is possible."""
         runs = []
         for pair, over_base in (config.teams or {"main": {}}).items():
             for variant, (algorithm, option) in config.variants.items():
@@ -171,7 +175,7 @@ def merge_choice(data: dict[str, Any], changes: Mapping[str, Any], of_algorithms
 
 
 def enlarge(data: dict[str, Any], times: int) -> dict[str, Any]:
-    """Every agent samples so many times as many completions of each prompt."""
+    """Multiply the completions that every agent samples of each prompt."""
 
     def enlarged(section: dict[str, Any], count: Any) -> dict[str, Any]:
         return {**section, "num_generations": times * count} if isinstance(count, int) else section
