@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation, RobustHACPO
 from hacrl.config import AgentConfig, ModelSettings, RunConfig, parse_algorithm
-from hacrl.config.task import CurriculumConfig, PartConfig, SourceConfig, TaskConfig
+from hacrl.config.task import CurriculumConfig, PartConfig, ProblemsConfig, TaskConfig
 from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
 from hacrl.run import RESUMABLE_CHANGES, train
 from hacrl.training.run_dir import RunDir, read_jsonl
@@ -221,7 +221,7 @@ def defaults(section: type[BaseModel], prefix: str = "", without: Iterable[str] 
             "option of task",
             defaults(TaskConfig, "task.")
             | defaults(CurriculumConfig, "task.curriculum.", without=["stages"])
-            | defaults(PartConfig, "task.mixture.", without=SourceConfig.model_fields),
+            | defaults(PartConfig, "task.mixture.", without=ProblemsConfig.model_fields),
         ),
         (
             "option of warm-up",

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hacrl.config.study import StudyConfig
 from hacrl.errors import UserError
 from hacrl.study import results
-from hacrl.study.grid import Study, StudyConfig
+from hacrl.study.grid import Study
 from hacrl.study.results import collect, comparison, print_plan, print_results, read_gpu_seconds, write_results
 
 FINAL = {
@@ -219,7 +220,7 @@ def test_bootstrap_intervals_on_request(tmp_path: Path) -> None:
 
 def test_over_all_pairs(tmp_path: Path) -> None:
     """The mean over the agents of all pairs, of the seeds that are done in all of them."""
-    study = make(tmp_path, pairs={"one": {}, "two": {}})
+    study = make(tmp_path, teams={"one": {}, "two": {}})
     finish(study)
     (study.group("two", "gspo")[0].folder.path / "summary.json").unlink()
     found = collect(study, {}, {})
@@ -306,7 +307,7 @@ def test_the_plan_tells_rollouts_from_updates(tmp_path: Path) -> None:
 
 
 def test_the_plan_marks_hacpo_for_three_agents_as_our_decision(tmp_path: Path) -> None:
-    study = make(tmp_path, algorithms=["hacpo", "gspo"], base={}, pairs=["team", "state"])
+    study = make(tmp_path, algorithms=["hacpo", "gspo"], base={}, teams=["team", "state"])
     console = Console(width=200, file=io.StringIO(), record=True)
     print_plan(console, study, 2, 1)
     told = [line for line in console.export_text().splitlines() if "Decision:" in line]

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -25,6 +25,7 @@ from hacrl.errors import UserError, warn
 from hacrl.evaluation.answers import Judge, Line, Sampler
 from hacrl.evaluation.figures import Array, by_problem, majority, mean_interval, mean_over_sets
 from hacrl.evaluation.heldout import agents_of, check_model
+from hacrl.evaluation.options import Options
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.retokenize import decode
 from hacrl.seeding import EVALUATE, derive_seed
@@ -80,30 +81,10 @@ RESULTS = Kind(
 Figure = dict[str, float | None]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line was given; None: what the run has, or the default."""
-
-    benchmarks: Sequence[str]
-    data: Path | None = None
-    k: int | None = None
-    config: str | None = None
-    checkpoint: int | None = None
-    system_prompt: str | None = None
-    max_completion_length: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    limit: int | None = None
-    batch_size: int | None = None
-    output: Path | None = None
-    overrides: Sequence[str] = ()
-    """key=value for any other setting of an agent."""
-
-
 def evaluate_benchmarks(target: str, options: Options, console: Console) -> tuple[dict[str, Any], Path]:
     """The contents of eval.json and its folder: figures of a model, or of every agent of a run, on each benchmark."""
     agents, seed, usual = _subjects(target, options)
-    sets = load_benchmarks(options.benchmarks, options.data, options.limit)
+    sets = load_benchmarks(options.benchmarks or [], options.data, options.limit)
     for each in sets:
         if each.without_reference:
             warn(f"{each.name}: {len(each.without_reference)} rows have no reference answer and are left out.")

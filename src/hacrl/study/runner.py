@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 from rich.text import Text
 
 from hacrl.config import RunConfig
+from hacrl.config.study import StudyConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.live.progress import duration
-from hacrl.study.grid import Run, Study, StudyConfig
+from hacrl.study.grid import Run, Study
 from hacrl.study.results import collect, number, read_gpu_seconds, write_results
 from hacrl.training.files import parse_lines, read_bytes
 from hacrl.training.records import METRICS
