@@ -106,23 +106,9 @@ def make_executor(config: RunConfig, on_agent: Callable[[str, bool], None]) -> E
 
 
 def _train(config: RunConfig, resume: bool, console: Console, title: str | None) -> RunResult:
-    if resume:
-        run = RunDir.open(config.output_dir)
-        check_same_run(config, run.config())
-        summary, checkpoints = run.summary(), complete_checkpoints(run.path)
-        if summary is not None and summary["steps"] >= config.max_steps:
-            return RunResult(run.path, summary, already_finished=True)
-        if summary is not None and not checkpoints:
-            raise UserError(
-                f"{run.path} is finished and has no checkpoint to go on from (save_final). Start a new run."
-            )
-        done = step_of(checkpoints[-1]) if checkpoints else 0
-        if done > config.max_steps:
-            raise UserError(
-                f"{run.path} has done {done} steps; max_steps={config.max_steps} is fewer. Give {done} or more."
-            )
-    else:
-        RunDir.check_free(config.output_dir)
+    finished = _check_folder(config, resume)
+    if finished is not None:
+        return finished
     check_trackers(config.report_to)
     seed_all(config.seed)
     for agent in config.agents:
@@ -145,7 +131,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         for remark in remarks:
             console.print(Text.assemble(("note ", "yellow"), remark))
         check_exchange(config, traits, resume)
-        run = run if resume else RunDir.create(config)
+        run = RunDir.open(config.output_dir) if resume else RunDir.create(config)
         audience = Audience([progress])
         trainer = Trainer(config, task, executor, run, audience)
         with run.locked(), progress.published(run.progress_file):
@@ -156,19 +142,45 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
                     console.print(Text.assemble(("note ", "yellow"), remark), soft_wrap=True)
                 run.write_config(config)
                 progress.recall(run.metrics())
-            try:
-                with Trackers(config, run) as trackers:
-                    audience.watchers.append(trackers)
-                    summary = trackers.summary = trainer.train()
-            except AgentLost:  # `train` goes on
-                raise
-            except Exception as error:
-                if not resume and trainer.step == 0:  # nothing worth keeping
-                    run.remove_start()
-                elif isinstance(error, UserError):
-                    raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
-                raise
-    return RunResult(run.path, summary)
+            return RunResult(run.path, _all_steps(trainer, audience, resume))
+
+
+def _check_folder(config: RunConfig, resume: bool) -> RunResult | None:
+    """UserError if the run cannot be started or continued in its folder; the result if it is finished already."""
+    if not resume:
+        RunDir.check_free(config.output_dir)
+        return None
+    run = RunDir.open(config.output_dir)
+    check_same_run(config, run.config())
+    summary, checkpoints = run.summary(), complete_checkpoints(run.path)
+    if summary is not None and summary["steps"] >= config.max_steps:
+        return RunResult(run.path, summary, already_finished=True)
+    if summary is not None and not checkpoints:
+        raise UserError(f"{run.path} is finished and has no checkpoint to go on from (save_final). Start a new run.")
+    done = step_of(checkpoints[-1]) if checkpoints else 0
+    if done > config.max_steps:
+        raise UserError(
+            f"{run.path} has done {done} steps; max_steps={config.max_steps} is fewer. Give {done} or more."
+        )
+    return None
+
+
+def _all_steps(trainer: Trainer, audience: Audience, resume: bool) -> dict[str, Any]:
+    """Train, and report to the trackers; an error says how the run can be continued."""
+    run = trainer.run
+    try:
+        with Trackers(trainer.config, run) as trackers:
+            audience.watchers.append(trackers)
+            trackers.summary = trainer.train()
+            return trackers.summary
+    except AgentLost:  # `train` goes on
+        raise
+    except Exception as error:
+        if not resume and trainer.step == 0:  # nothing worth keeping
+            run.remove_start()
+        elif isinstance(error, UserError):
+            raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
+        raise
 
 
 def check_same_run(config: RunConfig, saved: RunConfig) -> None:
