@@ -59,6 +59,8 @@ class WarmupSettings(ModelSettings):
     """Rows of one update."""
     max_steps: Positive = 100
     """Updates."""
+    target_accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Stop before `max_steps` once greedy accuracy on the held-out problems of `task` reaches this."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-5
 
     @field_validator("data", mode="before")
@@ -141,6 +143,9 @@ class WarmupConfig(WarmupSettings):
         ids = [agent.id for agent in self.agents]
         if len(set(ids)) < len(ids):
             raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
+        measured = self.task is not None and self.task.has_heldout
+        if not measured and any(agent.target_accuracy is not None for agent in self.agents):
+            raise ValueError("target_accuracy is measured on held-out problems: add a task that has some")
         return self
 
     @property

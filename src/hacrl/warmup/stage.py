@@ -60,7 +60,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
         check_same(config, saved_config(run.path))
         summary = run.summary()
         if summary is not None:
-            return WarmupResult(run.path, summary, models(config), already_finished=True)
+            return WarmupResult(run.path, summary, models(config, summary), already_finished=True)
     else:
         check_free(run.path)
     seed_all(config.seed)
@@ -90,11 +90,11 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
                     clear(run.path)
                     raise
             summary = stage.train()
-    return WarmupResult(run.path, summary, models(config))
+    return WarmupResult(run.path, summary, models(config, summary))
 
 
-def models(config: WarmupConfig) -> dict[str, Path]:
-    last = checkpoint.checkpoint_dir(Path(config.output_dir), config.last_step)
+def models(config: WarmupConfig, summary: dict[str, Any]) -> dict[str, Path]:
+    last = checkpoint.checkpoint_dir(Path(config.output_dir), summary["steps"])
     return {agent.id: last / "agents" / agent.id for agent in config.agents}
 
 
@@ -115,6 +115,13 @@ class Pupil:
     losses: dict[int, float]
     """Held-out loss by step."""
     accuracy: dict[int, float]
+    """Greedy accuracy on held-out problems by step."""
+
+    def finished(self, step: int) -> bool:
+        """Whether it has made its last update: `max_steps` of them, or enough to reach `target_accuracy`."""
+        target = self.config.target_accuracy
+        reached = target is not None and any(after and value >= target for after, value in self.accuracy.items())
+        return reached or step >= self.config.max_steps
 
 
 class Warmup:
@@ -149,20 +156,19 @@ class Warmup:
     def train(self) -> dict[str, Any]:
         if self.step == 0:
             self._log({"step": 0} | {k: v for pupil in self.pupils for k, v in self._evaluate(pupil).items()})
-        while self.step < self.config.last_step:
+        while learning := [pupil for pupil in self.pupils if not pupil.finished(self.step)]:
             self.step += 1
             start = time.perf_counter()
             metrics: dict[str, Any] = {"step": self.step}
-            for pupil in self.pupils:
-                if self.step <= pupil.config.max_steps:
-                    metrics |= self._learn(pupil)
-                    if self._due(self.config.eval_every, pupil.config.max_steps):
-                        metrics |= self._evaluate(pupil)
+            for pupil in learning:
+                metrics |= self._learn(pupil)
+                if self._due(self.config.eval_every) or pupil.finished(self.step):
+                    metrics |= self._evaluate(pupil)
             metrics["step_time"] = time.perf_counter() - start
             self.seconds += metrics["step_time"]
             metrics["time/elapsed"] = self.seconds
             self._log(metrics)
-            if self._due(self.config.save_every, self.config.last_step):
+            if self._due(self.config.save_every) or all(pupil.finished(self.step) for pupil in self.pupils):
                 self._save()
         summary = self._summary()
         self.run.write_summary(summary)
@@ -198,8 +204,8 @@ class Warmup:
         metrics["time/eval"] = time.perf_counter() - start
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
-    def _due(self, every: int, last: int) -> bool:
-        return self.step == last or (every > 0 and self.step % every == 0)
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     # --- files -------------------------------------------------------------------------------------
 
