@@ -5,9 +5,8 @@ import shutil
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -38,6 +37,8 @@ from hacrl.warmup.start import resolve_tokenizer, starting_model
 CONFIG_FILE = "warmup.yaml"
 RESUMABLE_CHANGES = {"eval_every", "save_every", "save_total_limit"}
 """What may be changed when a warm-up is continued."""
+SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy"}
+"""Metrics of an agent that a person sees, and what they are called there."""
 LINE_EVERY = 10
 """Steps between lines where there is no terminal; evaluations have a line too."""
 
@@ -57,7 +58,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
     console = console or Terminal()
     run = RunDir(config.output_dir)
     if resume:
-        check_same(config, saved_config(run.path))
+        refuse_changes(config, saved_config(run.path), config.output_dir, "a warm-up", RESUMABLE_CHANGES)
         summary = run.summary()
         if summary is not None:
             return WarmupResult(run.path, summary, models(config, summary), already_finished=True)
@@ -94,6 +95,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
 
 
 def models(config: WarmupConfig, summary: dict[str, Any]) -> dict[str, Path]:
+    """The folders of the trained models of a finished warm-up."""
     last = checkpoint.checkpoint_dir(Path(config.output_dir), summary["steps"])
     return {agent.id: last / "agents" / agent.id for agent in config.agents}
 
@@ -109,12 +111,13 @@ class Pupil:
     agent: Agent
     learner: SupervisedLearner
     rows: Rows
-    position: int
+    position: int = 0
     """How many places of its stream of rows have been passed."""
-    totals: Counter[str]
-    losses: dict[int, float]
+    totals: Counter[str] = field(default_factory=Counter)
+    """Rows, tokens and non-finite updates since the start."""
+    losses: dict[int, float] = field(default_factory=dict)
     """Held-out loss by step."""
-    accuracy: dict[int, float]
+    accuracy: dict[int, float] = field(default_factory=dict)
     """Greedy accuracy on held-out problems by step."""
 
     def finished(self, step: int) -> bool:
@@ -141,15 +144,15 @@ class Warmup:
             rows.check()
             if task is not None:
                 agent.check_prompts(task.eval_problems)
-            self.pupils.append(Pupil(own, agent, SupervisedLearner(agent.learner), rows, 0, Counter(), {}, {}))
+            self.pupils.append(Pupil(own, agent, SupervisedLearner(agent.learner), rows))
 
     def _tell(self, rows: Rows) -> None:
+        """Say how many rows an agent has to learn from."""
         agent = rows.agent
-        sizes = [f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources]
-        self.display.note(
-            f"{agent.config.id}: rows to train on {' + '.join(sizes)}, held out {len(rows.heldout):,}"
-            + (f", dropped {told(rows.dropped)}" if rows.dropped else "")
-        )
+        sizes = " + ".join(f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.dropped.items())
+        dropped = f", dropped {rows.dropped.total():,} ({reasons})" if reasons else ""
+        self.display.note(f"{agent.config.id}: rows to train on {sizes}, held out {len(rows.heldout):,}{dropped}")
         if not agent.has_chat_template:
             self.display.note(f"{agent.config.id} has no chat template: string prompts are given to it as they are.")
 
@@ -178,14 +181,15 @@ class Warmup:
         start = time.perf_counter()
         rows, pupil.position = pupil.rows.take(pupil.position, pupil.config.batch_size)
         rate = learning_rate(pupil.agent.config, self.step, pupil.config.max_steps)
-        metrics: dict[str, Any] = dict(pupil.learner.update(rows, rate, self.step))
-        pupil.totals["rows"] += len(rows)
-        pupil.totals["tokens_trained"] += int(metrics["tokens_trained"])
-        pupil.totals["nonfinite_updates"] += int(metrics["nonfinite_updates"])
-        metrics["num_rows"] = pupil.totals["rows"]
-        metrics["num_tokens"] = pupil.totals["tokens_trained"]
-        metrics["dropped"] = pupil.rows.dropped.total()
-        metrics["time/learn"] = time.perf_counter() - start
+        metrics = pupil.learner.update(rows, rate, self.step)
+        counted = {name: int(metrics[name]) for name in ("tokens_trained", "nonfinite_updates")}
+        pupil.totals.update(rows=len(rows), **counted)
+        metrics |= {
+            "num_rows": pupil.totals["rows"],
+            "num_tokens": pupil.totals["tokens_trained"],
+            "dropped": pupil.rows.dropped.total(),
+            "time/learn": time.perf_counter() - start,
+        }
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
     def _evaluate(self, pupil: Pupil) -> dict[str, Any]:
@@ -253,11 +257,10 @@ class Warmup:
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         for pupil, own in zip(self.pupils, state["agents"], strict=True):
             self._check_rows(pupil, own.get("digests", pupil.rows.digests))
-        self.step, self.seconds = state["step"], state["seconds"]
-        for pupil, own in zip(self.pupils, state["agents"], strict=True):
             pupil.position = own["position"]
             pupil.rows.dropped, pupil.totals = Counter(own["dropped"]), Counter(own["totals"])
             pupil.losses, pupil.accuracy = dict(own["losses"]), dict(own["accuracy"])
+        self.step, self.seconds = state["step"], state["seconds"]
         restore_global_random_state(state["random"])
 
     def _check_rows(self, pupil: Pupil, digests: list[str]) -> None:
@@ -285,13 +288,9 @@ class Warmup:
 
 
 def ends(values: dict[int, float]) -> dict[str, float | None]:
+    """The values of the first and the last step."""
     steps = sorted(values)
     return {"start": values[steps[0]] if steps else None, "final": values[steps[-1]] if steps else None}
-
-
-def told(dropped: Counter[str]) -> str:
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
-    return f"{dropped.total():,} ({reasons})"
 
 
 # --- the folder ------------------------------------------------------------------------------------
@@ -306,7 +305,7 @@ def check_free(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Empty the folder, which was empty before: nothing has been learned yet."""
+    """Empty the folder of a warm-up that has not learned anything yet."""
     for child in path.iterdir():
         if child.is_dir():
             shutil.rmtree(child)
@@ -334,11 +333,6 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
     return WarmupConfig.from_dict(data, with_overrides(source, overrides))
 
 
-def check_same(config: WarmupConfig, saved: WarmupConfig) -> None:
-    """UserError if continuing the saved warm-up with this config would make it another one."""
-    refuse_changes(config, saved, config.output_dir, "a warm-up", RESUMABLE_CHANGES)
-
-
 # --- what a person sees ----------------------------------------------------------------------------
 
 
@@ -347,36 +341,27 @@ class Display:
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
         self.config, self.console = config, console
-        columns = (
-            TextColumn("warm-up"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        options: dict[str, Any] = {"transient": True, "disable": not console.is_interactive}
+        self.bar = Progress(TextColumn("warm-up"), *columns, console=console, **options)
         self.job = self.bar.add_task("", total=config.last_step)
 
     def __enter__(self) -> Self:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def note(self, text: str) -> None:
         self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
 
     def show(self, step: int, metrics: dict[str, Any]) -> None:
+        """What one step brought: in the bar, and as a line after an evaluation or where there is no bar."""
         parts = []
         for agent in self.config.agents:
-            names = {"loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy"}
-            values = {shown: metrics.get(f"{agent.id}/{name}") for name, shown in names.items()}
-            known = [
-                f"{name} {value:.3f}" for name, value in values.items() if value is not None and math.isfinite(value)
-            ]
+            values = ((shown, metrics.get(f"{agent.id}/{name}", math.nan)) for name, shown in SHOWN.items())
+            known = [f"{shown} {value:.3f}" for shown, value in values if math.isfinite(value)]
             if known:
                 parts.append(f"{agent.id}: {' '.join(known)}")
         self.bar.update(self.job, completed=step, description=" | ".join(parts))
