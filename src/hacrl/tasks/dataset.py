@@ -179,7 +179,7 @@ def _read_parquet(path: Path) -> list[Row]:
     pyarrow = _import("pyarrow", needed_for=path)
     parquet = _import("pyarrow.parquet", needed_for=path)
     try:
-        return parquet.read_table(path).to_pylist()
+        return list(parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file that can be read: {error}") from error
 
@@ -192,16 +192,16 @@ def _read_saved(path: Path, split: str) -> list[Row]:
     datasets = _import("datasets", needed_for=path)
     saved = datasets.load_from_disk(path)
     if not splits.is_file():
-        return saved.to_list()
+        return list(saved.to_list())
     if split not in saved:
         raise UserError(f"{path} has no split {split!r}: it has {', '.join(saved)}.")
-    return saved[split].to_list()
+    return list(saved[split].to_list())
 
 
 def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
     datasets = _import("datasets", needed_for=source)
     try:
-        return datasets.load_dataset(source, subset, split=split).to_list()
+        return list(datasets.load_dataset(source, subset, split=split).to_list())
     except (OSError, ValueError) as error:
         chosen = f"split {split!r}" + (f" and subset {subset!r}" if subset else "")
         raise UserError(
