@@ -1,4 +1,4 @@
-"""The bundled models are what they are said to be, and the script that makes them runs."""
+"""The bundled models are what they are said to be, and the recipe that makes them works."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hacrl.agents.loading import ZOO as MODELS
 from hacrl.agents.loading import zoo_names
 from hacrl.agents.zoo.catalog import catalog
-from hacrl.agents.zoo.train import PAIRS, ZOO, warm_up
 from hacrl.config import RunConfig
+from hacrl.config.warmup import WarmupConfig
 from hacrl.rollouts.retokenize import vocabulary_fingerprint
+from hacrl.warmup.stage import warm_up
+
+RECIPE = MODELS.parent / "zoo.yaml"
 
 
 def test_the_zoo_is_small_varied_and_unfinished() -> None:
     models = catalog()
-    assert zoo_names() == sorted(row.name for row in ZOO)
+    assert zoo_names() == sorted(agent.id for agent in WarmupConfig.load(RECIPE).agents)
     assert len(models) >= 6
     assert all(300_000 <= model.parameters <= 3_000_000 for model in models)
     assert sum(path.stat().st_size for path in MODELS.rglob("*") if path.is_file()) <= 12_000_000
@@ -29,36 +32,48 @@ def test_the_zoo_is_small_varied_and_unfinished() -> None:
 
 
 @pytest.mark.parametrize("name", zoo_names())
-def test_models_are_stored_in_half_precision_and_say_how_they_were_made(name: str) -> None:
+def test_models_are_stored_in_half_precision_and_the_recipe_says_how_they_were_made(name: str) -> None:
     weights = load_file(MODELS / name / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
-    made, row = json.loads((MODELS / name / "warmup.json").read_text()), next(row for row in ZOO if row.name == name)
-    assert all(made[key] == getattr(row, key) for key in ("architecture", "tokenizer", "minus_share", "target", "seed"))
+    made = json.loads((MODELS / name / "warmup.json").read_text())
+    recipe = next(agent for agent in WarmupConfig.load(RECIPE).agents if agent.id == name)
+    assert (made["architecture"], f"zoo:{name}") == (recipe.config["model_type"], recipe.tokenizer)
+    assert recipe.data[0].task is not None
+    assert recipe.data[0].task.minus_share == made["minus_share"]
+    assert recipe.target_accuracy is not None
+    assert 0 <= made["validation_accuracy"] - recipe.target_accuracy <= 0.02
+    stored = AutoConfig.from_pretrained(MODELS / name)
+    assert {option: getattr(stored, option) for option in recipe.config} == recipe.config
 
 
-@pytest.mark.parametrize("name", list(PAIRS))
-def test_there_is_a_preset_for_each_heterogeneity(name: str) -> None:
-    models = [agent.model.removeprefix("zoo:") for agent in RunConfig.load(name).agents]
-    assert models == PAIRS[name]
+@pytest.mark.parametrize(
+    ("name", "models", "alike"),  # alike: architecture, size, tokenizer
+    [
+        ("state", ["llama-plus", "llama-minus"], (True, True, True)),
+        ("size", ["llama-small", "llama-large"], (True, False, True)),
+        ("model", ["llama-plus", "neox-pair"], (False, False, False)),
+        ("gap", ["llama-weak", "llama-large"], (True, False, True)),
+        ("team", ["llama-plus", "neox-pair", "qwen3-bpe"], (False, False, False)),
+    ],
+)
+def test_there_is_a_preset_for_each_heterogeneity(name: str, models: list[str], alike: tuple[bool, ...]) -> None:
+    assert [agent.model.removeprefix("zoo:") for agent in RunConfig.load(name).agents] == models
     configs = [AutoModelForCausalLM.from_pretrained(MODELS / model).config for model in models]
     tokenizers = [vocabulary_fingerprint(AutoTokenizer.from_pretrained(MODELS / model)) for model in models]
     same_architecture = len({config.model_type for config in configs}) == 1
     same_size = len({(config.hidden_size, config.num_hidden_layers) for config in configs}) == 1
     same_tokenizer = len(set(tokenizers)) == 1
-    expected = {
-        "state": (True, True, True),
-        "size": (True, False, True),
-        "model": (False, False, False),
-        "gap": (True, False, True),
-        "team": (False, False, False),
-    }
-    assert (same_architecture, same_size, same_tokenizer) == expected[name]
+    assert (same_architecture, same_size, same_tokenizer) == alike
 
 
-def test_the_script_makes_a_model_that_opens(tmp_path: Path) -> None:
-    row = next(row for row in ZOO if row.name == "llama-weak")
-    warm_up(row, tmp_path, "cpu", max_seconds=60, max_steps=2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / row.name)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / row.name)
-    assert model.config.vocab_size == len(tokenizer)
-    assert not json.loads((tmp_path / row.name / "warmup.json").read_text())["reached_target"]
+def test_the_recipe_makes_models_that_open(tmp_path: Path) -> None:
+    short = ["max_steps=1", "batch_size=8", "eval_every=0", "eval_size=4", "task.eval_size=4"]
+    result = warm_up(WarmupConfig.load(RECIPE, [*short, f"output_dir={tmp_path / 'zoo'}"]))
+    for bundled in catalog():
+        folder = result.models[bundled.name]
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert model.config.vocab_size == len(tokenizer)
+        assert sum(parameter.numel() for parameter in model.parameters()) == bundled.parameters
+        assert vocabulary_fingerprint(tokenizer) == vocabulary_fingerprint(
+            AutoTokenizer.from_pretrained(MODELS / bundled.name)
+        )

@@ -46,7 +46,7 @@ INPUTS = Path(__file__).parent / "inputs"
 # --- the runs ------------------------------------------------------------------------------------------------------
 
 TINY = (
-    "prompts_per_step=4 num_generations=4 rollouts_per_update=16 max_completion_length=40 max_steps=3 eval_every=2 "
+    "prompts_per_step=4 num_generations=4 rollouts_per_update=8 max_completion_length=40 max_steps=3 eval_every=2 "
     "save_every=0 task.eval_size=20 trace=true device=cpu"
 )
 TRAIN = f"{TINY} output_dir=out"

@@ -1,8 +1,9 @@
 import re
 
 import pytest
+from transformers import AutoTokenizer
 
-from hacrl.agents.zoo.tokenizers import build_tokenizer
+from hacrl.agents.loading import ZOO
 from hacrl.errors import UserError
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, split_of, verify, worked_answer
 from hacrl.tasks.problem import Problem
@@ -121,9 +122,9 @@ def test_unknown_split_is_an_error():
         ArithmeticTask().heldout("train", 1)
 
 
-@pytest.mark.parametrize("name", ["char", "pair", "bpe"])
+@pytest.mark.parametrize("name", ["llama-plus", "neox-pair", "qwen3-bpe"])
 def test_tokenizers_give_every_text_back(name: str):
-    tokenizer = build_tokenizer(name)
+    tokenizer = AutoTokenizer.from_pretrained(ZOO / name)
     problems = ArithmeticTask(seed=5).train(0, 300)
     texts = [str(problem.prompt) for problem in problems] + [worked_answer(problem) for problem in problems]
     ids = tokenizer(texts)["input_ids"]
@@ -132,7 +133,7 @@ def test_tokenizers_give_every_text_back(name: str):
 
 
 def test_chat_template_is_bos_and_content():
-    rendered = build_tokenizer("char").apply_chat_template(
+    rendered = AutoTokenizer.from_pretrained(ZOO / "llama-plus").apply_chat_template(
         [{"role": "user", "content": "1+2="}], tokenize=False, add_generation_prompt=True
     )
     assert rendered == "<s>1+2="

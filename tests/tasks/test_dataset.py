@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hacrl.errors import UserError
 from hacrl.tasks.benchmarks import load_benchmarks
-from hacrl.tasks.dataset import ProblemStream, load_examples, load_problems, overlap
+from hacrl.tasks.dataset import Epochs, load_examples, load_problems, overlap
 from hacrl.tasks.problem import Problem
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -228,25 +228,25 @@ def problems(count):
 @given(size=st.integers(1, 30), position=st.integers(0, 200), data=st.data())
 def test_stream_is_a_function_of_position_without_repeats(size, position, data):
     count = data.draw(st.integers(0, size))
-    first = ProblemStream(problems(size), seed=3).take(position, count)
-    used = ProblemStream(problems(size), seed=3)
+    first = Epochs(problems(size), seed=3).take(position, count)
+    used = Epochs(problems(size), seed=3)
     used.take(0, size)
     assert used.take(position, count) == first
     assert len({problem.id for problem in first}) == count
 
 
 def test_stream_epochs_cover_all_problems_in_new_orders():
-    stream = ProblemStream(problems(20), seed=0)
+    stream = Epochs(problems(20), seed=0)
     epochs = [[problem.id for problem in stream.take(20 * epoch, 20)] for epoch in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [sorted(problem.id for problem in problems(20))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [problem.id for problem in ProblemStream(problems(20), seed=1).take(0, 20)] != epochs[0]
+    assert [problem.id for problem in Epochs(problems(20), seed=1).take(0, 20)] != epochs[0]
     assert [problem.id for start in (0, 5, 10, 15) for problem in stream.take(start, 5)] == epochs[0]
 
 
 @pytest.mark.parametrize(("size", "count"), [(10, 8), (10, 3), (11, 10), (7, 7), (100, 32)])
 def test_steps_over_the_ends_of_epochs_see_all_problems_equally_often(size, count):
-    stream = ProblemStream(problems(size), seed=0)
+    stream = Epochs(problems(size), seed=0)
     steps = [[problem.id for problem in stream.take(count * step, count)] for step in range(2 * size)]
     assert all(len(set(step)) == count for step in steps)
     assert set(Counter(chain.from_iterable(steps)).values()) == {2 * count}
@@ -257,4 +257,4 @@ def test_steps_over_the_ends_of_epochs_see_all_problems_equally_often(size, coun
 
 def test_stream_of_too_few_problems():
     with pytest.raises(UserError, match="3 problems, fewer than the 4 of one step: set prompts_per_step to 3"):
-        ProblemStream(problems(3), seed=0).take(0, 4)
+        Epochs(problems(3), seed=0).take(0, 4)

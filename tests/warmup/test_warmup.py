@@ -472,6 +472,26 @@ def test_agents_stop_at_their_own_number_of_steps(tmp_path: Path) -> None:
     assert result.summary["agents"]["a"]["updates"] == 3
 
 
+def test_an_agent_stops_when_it_reaches_its_target_accuracy(tmp_path: Path) -> None:
+    agents = [
+        {"id": "good", "model": "zoo:llama-plus", "target_accuracy": 0.05},
+        {"id": "bad", "model": "zoo:llama-weak", "max_steps": 4},
+    ]
+    task = {"name": "arithmetic", "eval_size": 40}
+    config = make(tmp_path, agents=agents, task=task, max_steps=9, learning_rate=0.0, eval_every=2)
+    result = warm_up(config)
+    updates = {agent: sum(f"{agent}/loss" in line for line in metrics(config)) for agent in ("good", "bad")}
+    assert updates == {"good": 2, "bad": 4}
+    assert result.summary["steps"] == 4
+    assert result.models["good"] == Path(config.output_dir) / "checkpoint-4" / "agents" / "good"
+    assert (result.models["good"] / "config.json").is_file()
+    assert warm_up(config, resume=True).models == result.models
+    (result.run_dir / "summary.json").unlink()  # killed just before it was written
+    assert warm_up(config, resume=True).summary["agents"] == result.summary["agents"]
+    with pytest.raises(UserError, match="target_accuracy is measured on held-out problems: add a task"):
+        make(tmp_path, target_accuracy=0.5)
+
+
 def test_a_folder_is_never_overwritten_and_a_warm_up_never_changed(tmp_path: Path) -> None:
     config = make(tmp_path)
     warm_up(config)

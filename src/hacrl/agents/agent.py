@@ -18,7 +18,7 @@ from hacrl.learners.learner import Learner, LearnResult
 from hacrl.learners.minibatch import Lesson, Minibatch, Texts
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.supervised import Row
-from hacrl.learners.updating import read_state
+from hacrl.learners.updating import read_state, write_state
 from hacrl.rollouts.reader import Traits
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sampler
@@ -148,8 +148,7 @@ class Agent:
 
     def save(self, model_dir: Path, state_file: Path) -> None:
         self.opened.save(model_dir, self.weights)
-        with state_of(state_file, self.ranks.rank).open("wb") as file:  # open, because then a full disk is an OSError
-            torch.save(self.state_dict(), file)
+        write_state(state_of(state_file, self.ranks.rank), self.state_dict())
         if self.ranks.size > 1:
             dist.barrier()
 

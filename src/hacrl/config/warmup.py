@@ -49,6 +49,8 @@ class WarmupSettings(ModelSettings):
     """Rows of one update."""
     max_steps: Positive = 100
     """Updates."""
+    target_accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Stop before `max_steps` once greedy accuracy on the held-out problems of `task` reaches this."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-5
 
     @field_validator("data", mode="before")
@@ -126,6 +128,13 @@ class WarmupConfig(TeamConfig, WarmupSettings):
     """How many of the newest checkpoints are kept; null: all."""
     seed: Seed = 0
     output_dir: str = "runs/warmup"
+
+    @model_validator(mode="after")
+    def _measures_targets(self) -> Self:
+        measured = self.task is not None and self.task.has_heldout
+        if not measured and any(agent.target_accuracy is not None for agent in self.agents):
+            raise ValueError("target_accuracy is measured on held-out problems: add a task that has some")
+        return self
 
     @property
     def last_step(self) -> int:

@@ -178,6 +178,11 @@ class Attempt:
         return self.remedy is not None
 
 
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    with path.open("wb") as file:  # an open file, because then a full disk is an OSError
+        torch.save(state, file)
+
+
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:
     """What `Updater.state_dict` gave, from a file; UserError if the file holds anything else."""
     try:

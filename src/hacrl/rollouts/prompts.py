@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, wher
 @lru_cache
 def _explosion(template: str, variables: str) -> str | None:
     """What went beyond the limits; None: nothing. In a child, because nothing else ends a long multiplication."""
-    child = Worker(f"{Path(__file__).with_name('template_child.py')}:lengths", sys.path, TEMPLATE_MEMORY_GIB)
-    try:
+    function = f"{Path(__file__).with_name('template_child.py')}:lengths"
+    with closing(Worker(function, sys.path, TEMPLATE_MEMORY_GIB)) as child:
         reply = child.call({"completions": json.loads(variables), "template": template}, TEMPLATE_SECONDS)
-    finally:
-        child.close()
     if reply.outcome == "unloadable":  # nothing is known of the template
         return None
     if reply.outcome == "returned":

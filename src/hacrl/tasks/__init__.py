@@ -1,11 +1,12 @@
 """Where prompts come from and how answers are verified."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from hacrl.config.task import PartConfig, ProblemsConfig, RewardConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.curriculum import Curriculum
-from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
+from hacrl.tasks.dataset import Epochs, load_problems, overlap
 from hacrl.tasks.gym import GymTask
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.task import Mixture, Task
@@ -14,29 +15,26 @@ from hacrl.tasks.verify import GYM, SoftOverlong, Verifier
 __all__ = ["Task", "build_task"]
 
 GymScorers = dict[tuple[float, int, float | None], Verifier]
-"""One for all generators of a mixture with the same limits and reward_workers: processes are costly."""
+"""Verifiers by their limits: generators of a mixture with the same limits share one, because processes are costly."""
 LOOKED_AT = 32
 """Problems of each stage of a gym task whose length is checked before the first step."""
 
 
 def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
-    """The task, and remarks for the user."""
+    """Build the task of a config; returns it with remarks for the user."""
     scorers: GymScorers = {}
     if not config.mixture:
         return _build_source(config, seed, config.eval_size, scorers)
     total = sum(part.weight for part in config.mixture)
     parts: dict[str, Task] = {}
     remarks: list[str] = []
-    try:
+    with ExitStack() as verifiers:  # ends their processes if a part cannot be built
         for part in config.mixture:
             eval_size = max(1, round(config.eval_size * part.weight / total))
             parts[part.label], own = _build_source(part, seed, eval_size, scorers)
+            verifiers.enter_context(parts[part.label].verifier)
             remarks += [f"{part.label}: {remark}" for remark in own]
-    except BaseException:
-        for task in parts.values():
-            task.verifier.__exit__(None, None, None)
-        raise
-    return Mixture(parts, [part.weight for part in config.mixture]), remarks
+        return Mixture(parts, [part.weight for part in config.mixture], verifiers.pop_all()), remarks
 
 
 def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: GymScorers) -> tuple[Task, list[str]]:
@@ -52,7 +50,7 @@ def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: Gy
         )
         heldout = arithmetic.heldout("validation" if config.eval_split == "validation" else "test", eval_size)
         verifier = Verifier([(arithmetic_reward, 1.0)])
-        return Task(arithmetic.train, heldout, verifier, solution=worked_answer), []
+        return Task(arithmetic.train, heldout, verifier, write_solution=worked_answer), []
     assert config.train is not None
     remarks = []
     place = f"task.mixture.{config.label}" if isinstance(config, PartConfig) else "task"
@@ -66,11 +64,11 @@ def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: Gy
         if shared:
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")
     verifier = _verifier(config, [(_reward(reward), reward.weight) for reward in config.reward])
-    return Task(ProblemStream(problems, seed).take, heldout[:eval_size], verifier, problems), remarks
+    return Task(Epochs(problems, seed).take, heldout[:eval_size], verifier, problems), remarks
 
 
 def _build_gym(config: ProblemsConfig, generator: str, seed: int, eval_size: int, scorers: GymScorers) -> Task:
-    """With a curriculum, held-out problems are those of the last stage: what it leads to."""
+    """A task from reasoning-gym. With a curriculum, held-out problems are those of the last stage."""
     curriculum = Curriculum(config.curriculum) if config.curriculum else None
     stages = [
         GymTask(generator, {**config.options, **stage}, seed, form=config.answer, instruction=config.instruction)

@@ -12,24 +12,22 @@ models that know the format give each other's answers nearly the same probabilit
 import random
 import re
 from collections.abc import Sequence
-from hashlib import blake2b
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from hacrl.errors import UserError
-from hacrl.tasks.problem import Problem, Prompt
-
-Split = Literal["train", "validation", "test"]
+from hacrl.tasks.problem import Problem, Prompt, Split, text_number
 
 FOLLOWS_LEAN = 0.9
-"""How often an operator is the one its chain leans to."""
+"""Share of the operators that are the one their chain leans to."""
 
 MAX_ATTEMPTS = 10_000
-"""Draws for one problem before the task is held to have no unseen one left."""
+"""Draws for one problem before the task gives up: it seems to have no unseen problem left."""
 
 
 def split_of(prompt: str) -> Split:
-    """A tenth of all prompts is for validation, a tenth for the test: the prompt alone decides."""
-    bucket = int.from_bytes(blake2b(prompt.encode(), digest_size=4).digest(), "big") % 10
+    """The split a prompt belongs to, which it alone decides: a tenth is for validation, a tenth for the test."""
+    bucket = text_number(prompt, 4) % 10
     return "validation" if bucket == 0 else "test" if bucket == 1 else "train"
 
 
@@ -57,6 +55,7 @@ def arithmetic_reward(
     return [verify(text, expected) for text, expected in zip(completions, answer, strict=True)]
 
 
+@dataclass(frozen=True)
 class ArithmeticTask:
     """An endless supply of chains whose first number and running totals lie between 0 and `max_total`.
 
@@ -64,31 +63,24 @@ class ArithmeticTask:
     the lean. Totals are drawn so that subtractions mirror additions: a total t takes the place of max_total - t.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        min_operators: int = 2,
-        max_operators: int = 3,
-        max_operand: int = 99,
-        max_total: int = 99,
-        minus_share: float = 0.5,
-    ) -> None:
-        if not 1 <= min_operators <= max_operators:
+    seed: int = 0
+    _: KW_ONLY
+    min_operators: int = 2
+    max_operators: int = 3
+    max_operand: int = 99
+    max_total: int = 99
+    minus_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_operators <= self.max_operators:
             raise UserError(
-                f"arithmetic: min_operators ({min_operators}) must be at least 1 and at most max_operators "
-                f"({max_operators})"
+                f"arithmetic: min_operators ({self.min_operators}) must be at least 1 and at most max_operators "
+                f"({self.max_operators})"
             )
-        if max_operand < 1 or max_total < 2:
+        if self.max_operand < 1 or self.max_total < 2:
             raise UserError("arithmetic: max_operand must be at least 1 and max_total at least 2")
-        if not 0 <= minus_share <= 1:
-            raise UserError(f"arithmetic: minus_share is a share, between 0 and 1, not {minus_share}")
-        self.seed = seed
-        self.min_operators = min_operators
-        self.max_operators = max_operators
-        self.max_operand = max_operand
-        self.max_total = max_total
-        self.minus_share = minus_share
+        if not 0 <= self.minus_share <= 1:
+            raise UserError(f"arithmetic: minus_share is a share, between 0 and 1, not {self.minus_share}")
 
     def train(self, position: int, count: int) -> list[Problem]:
         """Problems `position` to `position + count - 1` of the seed's stream, all different."""

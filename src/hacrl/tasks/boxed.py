@@ -28,7 +28,7 @@ SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.]*\w
 END = re.compile(r"(?:\\[,;: ]|(?<!\.)[.,;]|\s)+$")
 SPACE = r"(?:\s|\\[,;: ])+"
 GAP = re.compile(rf"(\.(?:\d{{3}}{SPACE})+\d{{1,3}}(?!\d))|(?<=\d){SPACE}(?=\d)(?!\d{{3}}(?!\d))")
-"""Space between two numbers, as in 2 1/2. That of 29 322 is within one, and so is that of .141 59, the group."""
+"""Space between two numbers, as in 2 1/2, but not inside one, as in 29 322. The group is a decimal such as .141 59."""
 LAYOUT = re.compile(r"\s|\\left(?![a-z])|\\right(?![a-z])|\\[,;: ]")
 
 
@@ -53,7 +53,7 @@ def last_box(text: str) -> str | None:
 
 
 def stated(completion: str) -> str | None:
-    """The answer, where it is marked as such: the only box, or what stands behind #### in the last line.
+    """The answer that a completion marks as such: the only box, or what stands behind #### in the last line.
 
     Several boxes are math-verify's to judge: who boxes two answers has not chosen one.
     """
@@ -65,12 +65,12 @@ def stated(completion: str) -> str | None:
 
 
 def scientific(text: str) -> str:
-    r"""4.5e33 as 4.5 \times 10^{33}."""
+    r"""Write 4.5e33 as 4.5 \times 10^{33}."""
     return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
 
 
 def tidy(answer: str) -> str:
-    """An answer in a spelling that can be read; its value stays the same."""
+    """The answer in a spelling that math-verify can read; its value stays the same."""
     answer = END.sub("", scientific(answer.strip()))
     for pattern, replacement in REPAIRS:
         answer = pattern.sub(replacement, answer)
@@ -78,7 +78,7 @@ def tidy(answer: str) -> str:
 
 
 def tidy_boxes(text: str) -> str:
-    """A text with each answer in a box made tidy."""
+    """The text with `tidy` applied to what stands in its boxes."""
     parts, position = [], 0
     for start, end in boxes(text):
         if start >= position:

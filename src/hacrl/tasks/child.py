@@ -80,6 +80,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def usable(function: object) -> RewardFunction:
+    """The function itself; Unusable if it cannot be called, or is async."""
     if not callable(function):
         raise Unusable(f"is not a function but a value of type {type(function).__name__}")
     if inspect.iscoroutinefunction(function):
@@ -88,7 +89,7 @@ def usable(function: object) -> RewardFunction:
 
 
 def call(function: RewardFunction, arguments: dict[str, Any]) -> list[float | None]:
-    """What the function returns, if it is a number of usual size or None for each completion."""
+    """Call the function; Unusable unless it returns a number of usual size, or None, for each completion."""
     count = len(arguments["completions"])  # before the function may change it
     values = function(**arguments)
     if not isinstance(values, list | tuple):
@@ -133,6 +134,7 @@ def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 
 
 def serve(connection: socket.socket) -> None:
+    """Load the function that the first message names, then answer one call after the other."""
     requests = connection.makefile("rb")
     name, path = pickle.load(requests)
     sys.path[:] = path

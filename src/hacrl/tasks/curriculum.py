@@ -1,4 +1,4 @@
-"""From easy to hard: which stage of a task comes next."""
+"""Curricula: a task goes from easy stages to hard ones as rewards rise."""
 
 from collections import deque
 from typing import Any
@@ -7,7 +7,7 @@ from hacrl.config.task import CurriculumConfig
 
 
 class Curriculum:
-    """Goes to the next stage when the mean reward of the last `window` steps reaches the threshold."""
+    """The stage of a task. The next begins when the mean reward of the last `window` steps reaches the threshold."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
@@ -16,7 +16,7 @@ class Curriculum:
         """Mean rewards of the steps in this stage."""
 
     def observe(self, reward: float) -> None:
-        """The mean reward of a step, over all agents."""
+        """Take note of the mean reward of a step, over all agents."""
         self._recent.append(reward)
         full = len(self._recent) == self.config.window
         reached = full and sum(self._recent) / len(self._recent) >= self.config.threshold

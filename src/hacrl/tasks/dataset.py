@@ -10,19 +10,20 @@ import importlib
 import math
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hacrl.errors import UserError
 from hacrl.tasks.json_text import parse_json
 from hacrl.tasks.problem import Problem, Prompt
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "reward_model.ground_truth")
@@ -32,7 +33,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow"
 
 
 def load_problems(source: str, *, split: str, subset: str | None, name: str, key: str = "") -> list[Problem]:
-    """All problems of a data set, which the setting `key` names.
+    """All problems of the data set that the setting `key` names.
 
     `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
     hub ("org/name"). `split` and `subset` choose within the latter two; a file is one split already.
@@ -78,25 +79,25 @@ def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
     return sum(_question(problem.prompt) in asked for problem in evaluation)
 
 
-class ProblemStream:
-    """An endless order of problems: epoch after epoch, each shuffled by (seed, epoch).
+class Epochs(Generic[Item]):
+    """An endless order of problems or rows: epoch after epoch, each shuffled by (seed, epoch).
 
     What `take` returns depends on its arguments alone, so a run resumes from its position. Steps of one size see
-    each problem once an epoch.
+    each item once an epoch.
     """
 
-    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
-        self._problems = problems
+    def __init__(self, items: Sequence[Item], seed: int | str) -> None:
+        self._items = items
         self._seed = seed
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
-    def take(self, position: int, count: int) -> list[Problem]:
-        """The `count` problems from `position` on, all different.
+    def take(self, position: int, count: int) -> list[Item]:
+        """The `count` items from `position` on, all different.
 
-        Where they reach into the next epoch, that epoch's problems which are already among them are left for the
+        Where they reach into the next epoch, that epoch's items which are already among them are left for the
         step after it.
         """
-        size = len(self._problems)
+        size = len(self._items)
         if count > size:
             raise UserError(
                 f"The data set has {size} problems, fewer than the {count} of one step: "
@@ -114,21 +115,22 @@ class ProblemStream:
             chosen = order[offset : offset + count]
             if len(chosen) < count:
                 chosen = _beginning_with(chosen, self._order(epoch + 1))[:count]
-        return [self._problems[index] for index in chosen]
+        return [self._items[index] for index in chosen]
 
     def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self._problems)))
+        order = list(range(len(self._items)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 def _beginning_with(first: list[int], order: list[int]) -> list[int]:
+    """The order with these items moved to its front."""
     taken = set(first)
     return first + [index for index in order if index not in taken]
 
 
 def is_on_hub(source: str) -> bool:
-    """Whether it would be asked for there, because nothing here has that name."""
+    """Whether a data set would be asked for on the hub, because no file here has that name."""
     path = Path(source).expanduser()
     return not path.exists() and bool(HUB_ID.fullmatch(source)) and path.suffix not in FILE_SUFFIXES
 
@@ -160,7 +162,7 @@ def _rows(source: str, rows: list[Row]) -> Iterable[tuple[str, Row]]:
 
 
 def _read_json(path: Path) -> Iterable[tuple[str, Row]]:
-    """JSON lines, or one JSON array."""
+    """Rows of a file with JSON lines or one JSON array."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
         rows = [(f"{path}, row {number}", row) for number, row in enumerate(parse_json(content, str(path)))]
@@ -177,29 +179,29 @@ def _read_parquet(path: Path) -> list[Row]:
     pyarrow = _import("pyarrow", needed_for=path)
     parquet = _import("pyarrow.parquet", needed_for=path)
     try:
-        return parquet.read_table(path).to_pylist()
+        return list(parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file that can be read: {error}") from error
 
 
 def _read_saved(path: Path, split: str) -> list[Row]:
-    """A folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    """Rows of a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     splits = path / "dataset_dict.json"
     if not splits.is_file() and not (path / "dataset_info.json").is_file():
         raise UserError(f"{path} is a folder that datasets' save_to_disk did not make: name one of the files in it.")
     datasets = _import("datasets", needed_for=path)
     saved = datasets.load_from_disk(path)
     if not splits.is_file():
-        return saved.to_list()
+        return list(saved.to_list())
     if split not in saved:
         raise UserError(f"{path} has no split {split!r}: it has {', '.join(saved)}.")
-    return saved[split].to_list()
+    return list(saved[split].to_list())
 
 
 def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
     datasets = _import("datasets", needed_for=source)
     try:
-        return datasets.load_dataset(source, subset, split=split).to_list()
+        return list(datasets.load_dataset(source, subset, split=split).to_list())
     except (OSError, ValueError) as error:
         chosen = f"split {split!r}" + (f" and subset {subset!r}" if subset else "")
         raise UserError(
@@ -229,16 +231,16 @@ def _prompt(row: Row, place: str) -> Prompt:
 
 
 def valid_text(text: str, place: str, what: str = "prompt") -> str:
-    """JSON can spell half of a character, "\\ud83d", which no tokenizer takes."""
+    """The text; UserError if it has half of a character, "\\ud83d", which JSON can spell and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{place}: the {what} is not valid Unicode ({error}). Mend or remove it.") from error
+        raise UserError(f"{place}: the {what} is not valid Unicode ({error}). Fix or remove it.") from error
     return text
 
 
 def _example(row: Row, place: str) -> Example:
-    """Prompt and completion, or a conversation that ends with the assistant's turn: that one is learned."""
+    """The example in a row: its prompt and completion, or its messages, whose last turn is the completion."""
     conversation = row.get("messages")
     if "completion" not in row and isinstance(conversation, list):
         if len(conversation) < 2 or not (_is_message(conversation[-1]) and conversation[-1]["role"] == "assistant"):
@@ -248,7 +250,7 @@ def _example(row: Row, place: str) -> Example:
 
 
 def _completion(row: Row, place: str) -> str:
-    """A text, or as in TRL one message of the assistant."""
+    """The completion of a row: a text, or as in TRL one message of the assistant."""
     completion = row.get("completion")
     if isinstance(completion, list) and len(completion) == 1 and _is_message(completion[0]):
         completion = completion[0]["content"]
@@ -265,13 +267,11 @@ def _is_message(message: object) -> bool:
 
 
 def _answer(row: Row, place: str) -> str:
-    candidates = (_final(row.get(column)) for column in ANSWER_COLUMNS[:-1])
+    candidates = (_final(value) for value in _answers(row, place))
     answer = next((answer for answer in candidates if not is_missing(answer)), None)
-    if answer is None:
-        answer = _final(_ground_truth(row, place))
-    if is_missing(answer):
-        raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
     match answer:
+        case None:
+            raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
         case str():
             return answer
         case float() if answer.is_integer():
@@ -284,17 +284,18 @@ def _answer(row: Row, place: str) -> str:
     )
 
 
-def _final(answer: object) -> object:
-    """GSM8K's answers are worked solutions that end in "#### 72"."""
-    return answer.rpartition("####")[2].strip() if isinstance(answer, str) else answer
-
-
-def _ground_truth(row: Row, place: str) -> object:
-    """verl's, in a column that may be JSON."""
+def _answers(row: Row, place: str) -> Iterator[object]:
+    """The values of ANSWER_COLUMNS in their order. verl's nested column may be JSON."""
+    yield from (row.get(column) for column in ANSWER_COLUMNS[:-1])
     nested = row.get("reward_model")
     if isinstance(nested, str):
         nested = parse_json(nested.encode(), f"{place}, reward_model")
-    return nested.get("ground_truth") if isinstance(nested, dict) else None
+    yield nested.get("ground_truth") if isinstance(nested, dict) else None
+
+
+def _final(answer: object) -> object:
+    """The end of a worked solution that ends in "#### 72", as GSM8K's do; any other value as it is."""
+    return answer.rpartition("####")[2].strip() if isinstance(answer, str) else answer
 
 
 def is_missing(value: object) -> bool:
@@ -316,7 +317,7 @@ def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
 
 
 def _question(prompt: Prompt) -> str:
-    """What the user asks, without differences in white space."""
+    """What the user asks in a prompt, without differences in white space."""
     if not isinstance(prompt, str):
         prompt = "\n".join(message["content"] for message in prompt if message["role"] == "user")
     return " ".join(prompt.split())

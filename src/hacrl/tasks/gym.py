@@ -12,17 +12,14 @@ import dataclasses
 import os
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
-from hashlib import blake2b
-from itertools import count as count_from
 from typing import Any, Literal
 
 import numpy as np
 
 from hacrl.errors import UserError, nearest
-from hacrl.tasks.arithmetic import Split
-from hacrl.tasks.problem import Problem
+from hacrl.tasks.problem import Problem, Split, text_number
 
 Form = Literal["tag", "last_line", "whole"]
 
@@ -35,42 +32,25 @@ INSTRUCTIONS: dict[str, str] = {
 CHUNK = 500
 """Problems of one data set of the package. Some generators prepare all of them when a data set is made."""
 RETRY = CHUNK * 10**7
-"""How far further on in the stream a position looks for a problem when its own is of another split or taken."""
+"""How far ahead in the stream a position looks when its own problem belongs to another split or is taken."""
 MAX_ATTEMPTS = 200
-"""Draws for one problem before the generator is held to have no unseen one left."""
+"""Draws for one problem before the task gives up: the generator seems to have no unseen problem left."""
 UNUSABLE = {"composite": "write a mixture of tasks instead (task.mixture)"}
 HASH_SEEDED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
-"""Generators that go through sets of strings, whose order is another one in every process; of word_ladder only the
+"""Generators that go through sets of strings, whose order differs from process to process. For word_ladder only the
 reference answers depend on it, from which a warm-up learns."""
 GLOBALLY_RANDOM = {"codeio", "knight_swap", "list_functions"}
 """Generators that draw not only from their own seed, but also from the random numbers of the whole process."""
 
 
 def split_of(question: str) -> Split:
-    """A fifth of all questions is for validation, a fifth for the test."""
-    bucket = _number(question) % 5
+    """The split a question belongs to, which it alone decides: a fifth is for validation, a fifth for the test."""
+    bucket = text_number(question, 8) % 5
     return "validation" if bucket == 0 else "test" if bucket == 1 else "train"
 
 
-def _number(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """The random numbers of the process begin at the seed, and go on afterwards where they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 class GymTask:
-    """One generator with its options."""
+    """Problems of one generator with its options."""
 
     def __init__(
         self,
@@ -81,7 +61,7 @@ class GymTask:
         form: Form = "tag",
         instruction: str | None = None,
     ) -> None:
-        """`form` is where the answer stands in a completion; `instruction` asks for it, a sentence of ours if None."""
+        """`form` says where the answer stands in a completion; `instruction` asks for it, None: a built-in sentence."""
         self.generator, self.options, self.seed, self.form = generator, options or {}, seed, form
         self.instruction = INSTRUCTIONS[form] if instruction is None else instruction
         self._check()
@@ -130,20 +110,14 @@ class GymTask:
     def heldout(self, split: Literal["validation", "test"], count: int) -> list[Problem]:
         """The first `count` problems of a fixed set, the same for every seed; fewer if the generator has no more."""
         problems: dict[str, Problem] = {}
-        for problem in self._walk(split, split, MAX_ATTEMPTS * count):
-            problems.setdefault(problem.id, problem)
+        for index in range(MAX_ATTEMPTS * count):
+            if (problem := self._problem(split, index, split)) is not None:
+                problems.setdefault(problem.id, problem)
             if len(problems) == count:
                 break
         if not problems:
             raise UserError(f"gym:{self.generator} has too few different problems with the options {self.options}.")
         return list(problems.values())
-
-    def _walk(self, stream: str, split: Split, draws: int) -> Iterator[Problem]:
-        for index in count_from():
-            if index == draws:
-                return
-            if (problem := self._problem(stream, index, split)) is not None:
-                yield problem
 
     def solution(self, problem: Problem) -> str:
         """The shortest completion with the generator's own answer."""
@@ -154,12 +128,9 @@ class GymTask:
     def _problem(self, stream: str, index: int, split: Split) -> Problem | None:
         """The problem at this place of a stream, if it belongs to the split."""
         chunk, offset = divmod(index, CHUNK)
-        try:
-            data = self._data(stream, chunk)
-            with self._seeded(f"{stream}/{chunk}/{offset}"):
-                entry = data[offset]
-        except Exception as error:
-            raise self._refused(error) from error
+        data = self._data(stream, chunk)
+        with self._drawing(f"{stream}/{chunk}/{offset}"):
+            entry = data[offset]
         question, answer = str(entry["question"]), entry["answer"]
         if split_of(question) != split:
             return None
@@ -171,22 +142,32 @@ class GymTask:
             "form": self.form,
         }
         prompt = f"{question}\n{self.instruction}" if self.instruction else question
-        name = f"{self.generator}-{_number(question):016x}"
+        name = f"{self.generator}-{text_number(question, 8):016x}"
         return Problem(name, prompt, "" if answer is None else str(answer), columns)
 
     def _open(self, stream: str, chunk: int, size: int = CHUNK) -> Any:
         from reasoning_gym import create_dataset
 
-        seed = _number(f"{stream}/{chunk}") % 2**31  # numpy's generators take no more than 32 bits
+        seed = text_number(f"{stream}/{chunk}", 8) % 2**31  # numpy's generators take no more than 32 bits
+        with self._drawing(f"{stream}/{chunk}"):
+            return create_dataset(self.generator, seed=seed, size=size, **self.options)
+
+    @contextmanager
+    def _drawing(self, place: str) -> Iterator[None]:
+        """Turn whatever the generator raises into a UserError. If it draws from the random numbers of the process, they
+        begin at a seed that the place decides, and go on afterwards where they were."""
+        states = (random.getstate(), np.random.get_state()) if self.generator in GLOBALLY_RANDOM else None
+        if states:
+            random.seed(text_number(place, 8))
+            np.random.seed(text_number(place, 8) % 2**32)
         try:
-            with self._seeded(f"{stream}/{chunk}"):
-                return create_dataset(self.generator, seed=seed, size=size, **self.options)
+            yield
         except Exception as error:
-            raise self._refused(error) from error
-
-    def _seeded(self, place: str) -> AbstractContextManager[None]:
-        return _seeded(_number(place)) if self.generator in GLOBALLY_RANDOM else nullcontext()
-
-    def _refused(self, error: Exception) -> UserError:
-        reason = str(error) or type(error).__name__
-        return UserError(f"gym:{self.generator} makes no problems with the options {self.options}: {reason}.")
+            reason = str(error) or type(error).__name__
+            raise UserError(
+                f"gym:{self.generator} makes no problems with the options {self.options}: {reason}."
+            ) from error
+        finally:
+            if states:
+                random.setstate(states[0])
+                np.random.set_state(states[1])

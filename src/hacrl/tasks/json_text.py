@@ -1,4 +1,4 @@
-"""JSON of users' data: what Python's reader accepts in silence, or fails on, is refused with its place."""
+"""Strict reading of JSON from users: duplicate keys, deep nesting and bad text are refused, with their place."""
 
 import json
 import re
@@ -13,7 +13,7 @@ TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*(:?)|[\[{]|[\]}]', re.DOTALL)
 
 
 class _Twice(ValueError):
-    """A key is in an object for the second time."""
+    """An object has the same key twice."""
 
 
 def parse_json(content: bytes, place: str) -> Any:
@@ -54,7 +54,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _first_fault(text: str) -> tuple[int, str]:
-    """Where a key is there for the second time, or the nesting is too deep, whichever comes first."""
+    """The first place where a key is repeated or the nesting is too deep, and which of the two it is."""
     keys: list[set[str]] = []
     for token in TOKEN.finditer(text):
         if token[0] in "[{":

@@ -3,7 +3,8 @@
 Run by its path, with the standard library alone, and none of the user's code, so that nothing keeps it from its work.
 It ends when the child does, when `worker.py` shuts the control socket, or when the process of `worker.py` is gone.
 On Linux every process that the function starts stays below this one, also in a session of its own or as a daemon.
-The last word on the control socket says how a child ended that was not told to: MEMORY, "exit code 3" or "SIGABRT".
+If the child ended without being told to, the keeper's last message on the control socket says how: MEMORY, "exit code
+3" or "SIGABRT".
 """
 
 import contextlib
@@ -19,9 +20,9 @@ TICK = 0.05
 SCAN = 0.5
 """Seconds between two looks for new processes of the function, which take a millisecond or more."""
 ENDING = 5.0
-"""Seconds for processes to end after they were killed."""
+"""Seconds that processes have to end after they were killed."""
 MEMORY = "memory"
-"""The last word for a child that used too much."""
+"""What the keeper reports of a child that used too much memory."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -47,7 +48,7 @@ def start(calls: int) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below this one. None where the system has no /proc."""
+    """All processes below this one; an empty list where the system has no /proc."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if LINUX else []:
         if name.isdigit():
@@ -77,7 +78,7 @@ def proportional(pid: int) -> int:
 
 
 def watch(pid: int, control: socket.socket, parent: int, memory: int) -> str:
-    """Wait until the child ends, or has to; returns the last word, empty if the parent wants the end or is gone."""
+    """Wait until the child ends or must be ended; returns how, or "" if the parent wants its end or is gone."""
     family, due = [pid], 0.0
     while os.getppid() == parent:
         ended, status = os.waitpid(-1, os.WNOHANG)
@@ -96,12 +97,13 @@ def watch(pid: int, control: socket.socket, parent: int, memory: int) -> str:
 
 
 def how(code: int) -> str:
+    """How a process ended, in words: "exit code 3" or "SIGABRT"."""
     names = {number.value: number.name for number in signal.Signals}
     return f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
 
 
 def end(pid: int) -> None:
-    """Kill all that is below this process, and what has lost its parent meanwhile and so came to be."""
+    """Kill every process below this one, also those that come to be here because their own parent has ended."""
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

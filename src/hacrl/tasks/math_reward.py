@@ -131,4 +131,4 @@ def _in_dollars(latex: str) -> str:
 
 def _parse(text: str) -> list[Any]:
     # Without the fallback, which is the unparsed text: of "a + b + c" it keeps "a +".
-    return parse(text, fallback_mode="no_fallback", parsing_timeout=None)
+    return list(parse(text, fallback_mode="no_fallback", parsing_timeout=None))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,65 +12,58 @@ from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict, Verifier
 
 LOOKAHEAD = 10_000
-"""Places of a mixture in which the steps are looked for that take most of a part."""
+"""How many places of a mixture are searched for the step that takes the most problems from one part."""
 
 
+@dataclass(eq=False)
 class Task:
-    """Problems of one source."""
+    """Problems of one source, and how answers to them are verified."""
 
-    def __init__(
-        self,
-        train: Callable[[int, int], list[Problem]],
-        eval_problems: list[Problem],
-        verifier: Verifier,
-        listed: Sequence[Problem] = (),
-        curriculum: Curriculum | None = None,
-        solution: Callable[[Problem], str] | None = None,
-    ) -> None:
-        self.train = train
-        """The `count` training problems from `position` on, all different."""
-        self.eval_problems = eval_problems
-        self.verifier: AbstractContextManager[Any] = verifier
-        """Ends the verifier's processes on exit."""
-        self.listed = listed
-        """All training problems where they are known beforehand; none where they are made."""
-        self._score = verifier.score
-        self._curriculum, self._solution = curriculum, solution
+    train: Callable[[int, int], list[Problem]]
+    """The `count` training problems from `position` on, all different."""
+    eval_problems: list[Problem]
+    verifier: AbstractContextManager[Any]
+    """Ends its processes on exit."""
+    listed: Sequence[Problem] = ()
+    """All training problems where they are known beforehand; none where they are made."""
+    curriculum: Curriculum | None = None
+    write_solution: Callable[[Problem], str] | None = None
 
     def score(
         self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
     ) -> list[Verdict]:
-        """A verdict on each text; without its number of tokens, nothing is said about its length."""
+        """A verdict on each text. Without `num_tokens` there is no penalty on length."""
         names = {name for problem in problems for name in problem.columns}
         columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
-        return self._score([problem.prompt for problem in problems], list(texts), columns, num_tokens)
+        assert isinstance(self.verifier, Verifier)
+        return self.verifier.score([problem.prompt for problem in problems], list(texts), columns, num_tokens)
 
     def solution(self, problem: Problem) -> str:
         """A completion that earns the full reward; UserError if the task knows none."""
-        if self._solution is None:
+        if self.write_solution is None:
             raise UserError("A task from data has no completions to learn from: give files with prompt and completion.")
-        return self._solution(problem)
+        return self.write_solution(problem)
 
     # --- curriculum --------------------------------------------------------------------------------
 
     def observe(self, rewards: Sequence[tuple[Problem, float]]) -> None:
-        """What all agents' answers to the problems of one step earned."""
-        if self._curriculum is not None and rewards:
-            self._curriculum.observe(sum(reward for _, reward in rewards) / len(rewards))
+        """Tell the curriculum the rewards of one step, a problem with its reward for each answer of each agent."""
+        if self.curriculum is not None and rewards:
+            self.curriculum.observe(sum(reward for _, reward in rewards) / len(rewards))
 
     def metrics(self) -> dict[str, int]:
-        return {} if self._curriculum is None else {"curriculum_stage": self._curriculum.stage}
+        return {} if self.curriculum is None else {"curriculum_stage": self.curriculum.stage}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._curriculum is None else self._curriculum.state_dict()
+        return {} if self.curriculum is None else self.curriculum.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._curriculum is not None:
-            self._curriculum.load_state_dict(state)
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state)
 
 
 class Interleaving:
-    """An endless order of the parts of a mixture in which every stretch has about their shares."""
+    """An endless order of the parts of a mixture. In every stretch each part has about its share of the places."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.shares = [weight / sum(weights) for weight in weights]
@@ -87,7 +80,7 @@ class Interleaving:
         return list(self._order[position : position + count])
 
     def most(self, part: int, count: int) -> int:
-        """How many of `count` places in a row are the part's, at most."""
+        """The largest number of places that one part has among `count` places in a row."""
         so_far = [0, *accumulate(place == part for place in self.parts(0, count + LOOKAHEAD))]
         return max(end - start for start, end in zip(so_far, so_far[count:], strict=False))
 
@@ -98,21 +91,17 @@ class Interleaving:
 
 
 class Mixture(Task):
-    """Several tasks as one. A problem knows its part, and the part's id is in front of its own."""
+    """Several tasks as one. Each problem names its part, and its id begins with the part's."""
 
-    def __init__(self, parts: dict[str, Task], weights: Sequence[float]) -> None:
+    def __init__(self, parts: dict[str, Task], weights: Sequence[float], verifiers: ExitStack) -> None:
+        """`verifiers` ends the processes of all parts on exit."""
+        heldout = [_of_part(problem, label) for label, part in parts.items() for problem in part.eval_problems]
+        listed = [_of_part(problem, label) for label, part in parts.items() for problem in part.listed]
+        super().__init__(self._train, heldout, verifiers, listed)
         self.parts = parts
-        self.train = self._train
-        self.eval_problems = [
-            _of_part(problem, label) for label, part in parts.items() for problem in part.eval_problems
-        ]
-        self.listed = [_of_part(problem, label) for label, part in parts.items() for problem in part.listed]
-        self.verifier = verifiers = ExitStack()
-        for verifier in dict.fromkeys(part.verifier for part in parts.values()):  # some parts share one
-            verifiers.enter_context(verifier)
         self._order = Interleaving(weights)
         self._checked = 0
-        """The largest step for which every part has problems enough."""
+        """The largest number of problems in a step for which every part is known to have enough."""
 
     def _train(self, position: int, count: int) -> list[Problem]:
         if count > self._checked:

@@ -11,12 +11,11 @@ import math
 import queue
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from hacrl.errors import UserError
 from hacrl.tasks import child
@@ -26,39 +25,34 @@ from hacrl.tasks.worker import Reply, Worker
 
 Completion = str | list[dict[str, str]]
 """As in TRL: a text after a text prompt, one assistant message after chat messages."""
+Result = TypeVar("Result")
 
 MEMORY_GIB = 4.0
-"""Memory of the process of a reward function, with the processes that it starts."""
+"""Memory that the process of a reward function may use, together with the processes that it starts."""
 BATCH = 16
-"""Completions that such a process judges in one call, at most."""
+"""The largest number of completions that such a process judges in one call."""
 GYM = "reasoning-gym"
 """The reward of tasks from reasoning-gym, whose problems have the columns it needs."""
 RESERVED = {"prompt", "prompts", "completion", "completions"}
-"""Columns that are not passed on under their own names."""
+"""Columns of the data that are not passed on under their own names."""
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """What a reward function, or the weighted sum of several, says about one completion."""
+
     reward: float | None
-    """The weighted sum of the parts; None if no function applies, or only a penalty on length, or one failed."""
+    """None if no function applies, or only a penalty on length, or one failed."""
     problem: Literal["error", "timeout"] | None = None
+    """How a function failed; None: none did."""
     detail: str = ""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Each function's value, before weighting."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one reward function says about one completion."""
-
-    value: float | None
-    problem: Literal["error", "timeout"] | None = None
-    detail: str = ""
-
-
 def exact(completions: list[Completion], answer: list[str], **columns: Any) -> list[float | None]:
     """1.0 where the completion, or its last line, equals the answer up to white space, else 0.0."""
-    return [_exact(text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
+    return [_exact(_text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def _exact(text: str, gold: str) -> float:
@@ -66,7 +60,7 @@ def _exact(text: str, gold: str) -> float:
     return float(gold.split() in (text.split(), last_line.split()))
 
 
-def text_of(completion: Completion) -> str:
+def _text_of(completion: Completion) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
@@ -123,21 +117,16 @@ class Verifier:
         if not wrapped:
             return []
         arguments = {"prompts": list(prompts), "completions": wrapped, **extra}
-        lengths = {"num_tokens": num_tokens}
-        by_function = {
-            name: scorer.score(arguments | lengths if isinstance(scorer, SoftOverlong) else arguments)
-            for name, scorer in self._scorers.items()
-        }
-        return [
-            self._combine(index, {name: parts[index] for name, parts in by_function.items()})
-            for index in range(len(wrapped))
-        ]
+        by_function = [scorer.score(arguments, num_tokens) for scorer in self._scorers.values()]
+        rows = enumerate(zip(*by_function, strict=True))
+        return [self._combine(index, dict(zip(self._scorers, row, strict=True))) for index, row in rows]
 
-    def _combine(self, index: int, parts: dict[str, Part]) -> Verdict:
-        values = {name: part.value for name, part in parts.items()}
-        for name, part in parts.items():
-            if part.problem is not None:
-                return Verdict(None, part.problem, f"{name} {part.detail}", values)
+    def _combine(self, index: int, verdicts: dict[str, Verdict]) -> Verdict:
+        """The verdict on the completion at this index, from those of the single functions."""
+        values = {name: verdict.reward for name, verdict in verdicts.items()}
+        for name, verdict in verdicts.items():
+            if verdict.problem is not None:
+                return Verdict(None, verdict.problem, f"{name} {verdict.detail}", values)
         weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
         judged = any(values[name] is not None for name in values if not isinstance(self._scorers[name], SoftOverlong))
         total = sum(weighted) if judged else None
@@ -149,15 +138,14 @@ class Verifier:
         return Verdict(total, parts=values)
 
     def close(self) -> None:
+        """End the processes of all functions."""
         for scorer in self._scorers.values():
             scorer.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -165,8 +153,8 @@ class Scorer(ABC):
     """One reward function, where it runs."""
 
     @abstractmethod
-    def score(self, arguments: dict[str, Any]) -> list[Part]:
-        """A part for each of `arguments["completions"]`."""
+    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+        """A verdict for each of `arguments["completions"]`, whose lengths `num_tokens` are."""
 
     def close(self) -> None:
         """End its processes, if it has any."""
@@ -179,12 +167,13 @@ class SoftOverlong(Scorer):
     max_completion_length: int
     soft_punish_cache: int
 
-    def score(self, arguments: dict[str, Any]) -> list[Part]:
-        if arguments["num_tokens"] is None:
-            return [Part(None)] * len(arguments["completions"])
-        return [Part(self.penalty(length)) for length in arguments["num_tokens"]]
+    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+        if num_tokens is None:
+            return [Verdict(None)] * len(arguments["completions"])
+        return [Verdict(self.penalty(length)) for length in num_tokens]
 
     def penalty(self, length: int) -> float:
+        """The penalty on a completion of so many tokens."""
         over = length - (self.max_completion_length - self.soft_punish_cache)
         if over <= 0:
             return 0.0
@@ -192,17 +181,19 @@ class SoftOverlong(Scorer):
 
 
 class InProcess(Scorer):
+    """A function that is called here, without limits."""
+
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
-        self._attempt(child.usable, function)
+        self._attempt(lambda: child.usable(function))
 
-    def score(self, arguments: dict[str, Any]) -> list[Part]:
+    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
         own = copy.deepcopy(arguments)  # the function may change them
-        return [Part(value) for value in self._attempt(child.call, self._function, own)]
+        return [Verdict(value) for value in self._attempt(lambda: child.call(self._function, own))]
 
-    def _attempt(self, action: Any, *arguments: Any) -> Any:
+    def _attempt(self, action: Callable[[], Result]) -> Result:
         try:
-            return action(*arguments)
+            return action()
         except Exception as error:
             raise _broken(_name(self._function), child.explain(error)) from error
 
@@ -211,8 +202,7 @@ class InOneChild(Scorer):
     """A user's function: one call for all completions."""
 
     def __init__(self, spec: str, call_timeout: float, memory_gib: float | None) -> None:
-        self._spec = spec
-        self._call_timeout = call_timeout
+        self._spec, self._call_timeout = spec, call_timeout
         source, _, function = spec.rpartition(":")
         if source.endswith(".py"):
             source = str(Path(source).expanduser().resolve())
@@ -221,20 +211,18 @@ class InOneChild(Scorer):
         if loading.outcome != "returned":
             raise _broken(spec, loading.detail)
 
-    def score(self, arguments: dict[str, Any]) -> list[Part]:
+    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
         reply = self._worker.call(arguments, self._call_timeout)
-        if reply.outcome == "returned":
-            return [Part(value) for value in reply.values]
         if reply.outcome in ("raised", "memory", "unloadable"):
             raise _broken(self._spec, reply.detail)
-        return [_failed(reply)] * len(arguments["completions"])
+        return _verdicts(reply, len(arguments["completions"]))
 
     def close(self) -> None:
         self._worker.close()
 
 
 class Pool:
-    """Processes that run one function of ours that needs a package."""
+    """Processes that run one of our own functions, which needs an optional package."""
 
     def __init__(
         self, kind: str, function: str, package: str, timeout: float, workers: int, memory_gib: float | None
@@ -242,7 +230,7 @@ class Pool:
         """`kind` is the extra that brings the package, and `kind`_reward.py beside this file has the function."""
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
-        self._kind, self._timeout, self.closed = kind, timeout, False
+        self._kind, self._timeout, self.size, self.closed = kind, timeout, workers, False
         source = Path(__file__).with_name(f"{kind}_reward.py")
         self._workers = [Worker(f"{source}:{function}", sys.path, memory_gib) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
@@ -251,6 +239,7 @@ class Pool:
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix=kind)
 
     def call(self, arguments: dict[str, Any]) -> Reply:
+        """Call the function in a process that is idle, or wait for one."""
         worker = self._idle.get()
         try:
             reply = worker.call(arguments, self._timeout)
@@ -260,10 +249,6 @@ class Pool:
             raise _broken(self._kind, reply.detail)
         return reply
 
-    @property
-    def size(self) -> int:
-        return len(self._workers)
-
     def close(self) -> None:
         self.closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -272,6 +257,8 @@ class Pool:
 
 
 class MathPool(Pool):
+    """Processes that run one of the functions of math_reward.py."""
+
     def __init__(self, function: str, timeout: float, workers: int, memory_gib: float | None = MEMORY_GIB) -> None:
         super().__init__("math", function, "math-verify", timeout, workers, memory_gib)
 
@@ -287,21 +274,19 @@ class InManyChildren(Scorer):
         """The pool's function gets these columns beside the completions."""
         self._pool, self._columns = pool, columns
 
-    def score(self, arguments: dict[str, Any]) -> list[Part]:
-        texts = [text_of(completion) for completion in arguments["completions"]]
+    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+        texts = [_text_of(completion) for completion in arguments["completions"]]
         rows = list(zip(texts, *(arguments[column] for column in self._columns), strict=True))
         size = min(BATCH, math.ceil(len(rows) / self._pool.size))
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return [part for parts in self._pool.threads.map(self._score_batch, batches) for part in parts]
+        return [verdict for verdicts in self._pool.threads.map(self._score_batch, batches) for verdict in verdicts]
 
-    def _score_batch(self, rows: list[tuple[Any, ...]]) -> list[Part]:
+    def _score_batch(self, rows: list[tuple[Any, ...]]) -> list[Verdict]:
         columns = zip(("completions", *self._columns), map(list, zip(*rows, strict=True)), strict=True)
         reply = self._pool.call(dict(columns))
-        if reply.outcome == "returned":
-            return [Part(value) for value in reply.values]
-        if len(rows) == 1 or self._pool.closed:
-            return [_failed(reply)] * len(rows)
-        return [part for row in rows for part in self._score_batch([row])]
+        if reply.outcome == "returned" or len(rows) == 1 or self._pool.closed:
+            return _verdicts(reply, len(rows))
+        return [verdict for row in rows for verdict in self._score_batch([row])]
 
     def close(self) -> None:
         self._pool.close()
@@ -316,10 +301,8 @@ def _scorer(
 ) -> Scorer:
     if isinstance(reward, SoftOverlong):
         return reward
-    if not isinstance(reward, str):
-        return InProcess(reward)
-    if reward == "exact":
-        return InProcess(exact)
+    if reward == "exact" or not isinstance(reward, str):
+        return InProcess(exact if isinstance(reward, str) else reward)
     if reward == "math":
         return InManyChildren(MathPool("math", timeout, workers, memory_gib), ["answer"])
     if reward == GYM:
@@ -346,5 +329,8 @@ def _broken(name: str, detail: str) -> UserError:
     return UserError(f"Reward function {name} {detail}.")
 
 
-def _failed(reply: Reply) -> Part:
-    return Part(None, "timeout" if reply.outcome == "timeout" else "error", reply.detail)
+def _verdicts(reply: Reply, count: int) -> list[Verdict]:
+    """What came of a call on `count` completions: a verdict for each, or one failure for all."""
+    if reply.outcome == "returned":
+        return [Verdict(value) for value in reply.values]
+    return [Verdict(None, "timeout" if reply.outcome == "timeout" else "error", reply.detail)] * count

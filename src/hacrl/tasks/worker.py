@@ -167,7 +167,7 @@ class Worker:
 
 
 def read_answer(line: bytes) -> tuple[int, bool, Any]:
-    """An answer of the child; ValueError if the line is none, as at the end of what it sends."""
+    """The answer of the child in this line; ValueError if it holds none, as after the child has ended."""
     answer = json.loads(line)
     if not isinstance(answer, list) or len(answer) != 3:
         raise ValueError("not an answer")

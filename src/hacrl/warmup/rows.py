@@ -1,21 +1,20 @@
 """The rows one agent learns from, in its tokens, by position in an endless stream."""
 
-import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 
-from hacrl.agents.agent import Agent
 from hacrl.config.task import TaskConfig
 from hacrl.config.warmup import DataConfig, WarmupConfig
 from hacrl.errors import UserError
 from hacrl.learners.supervised import Row
+from hacrl.rollouts.reader import Reader
 from hacrl.rollouts.retokenize import Dropped
 from hacrl.tasks import build_task
-from hacrl.tasks.dataset import Example, load_examples
+from hacrl.tasks.dataset import Epochs, Example, load_examples
+from hacrl.tasks.problem import Problem, text_number
 from hacrl.tasks.task import Interleaving
 
 MAX_DROPPED_IN_A_ROW = 1000
@@ -23,12 +22,13 @@ MAX_DROPPED_IN_A_ROW = 1000
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of one file or task. A place without a usable row has the reason why."""
+    """Rows of one file or task."""
 
     train: Callable[[int], Row | str]
+    """The row at a position of the endless stream, or why the agent cannot use it."""
     heldout: list[Row]
     dropped: Counter[str]
-    """Rows that the agent cannot use, by reason, of those known beforehand."""
+    """How many of the rows known beforehand the agent cannot use, by reason."""
     size: int | None
     """Rows to train on; None: endless."""
     digest: str
@@ -38,9 +38,12 @@ class Source:
 class Rows:
     """All sources of one agent, interleaved by their weights."""
 
-    def __init__(self, agent: Agent, data: Sequence[DataConfig], config: WarmupConfig) -> None:
-        self.agent = agent
-        self.sources = [self._source(part, config) for part in data]
+    def __init__(self, reader: Reader, data: Sequence[DataConfig], config: WarmupConfig) -> None:
+        self.reader = reader
+        self.sources = [
+            self._from_task(part.task, config) if part.task else self._from_file(part, str(part.file), config)
+            for part in data
+        ]
         self._order = Interleaving([part.weight for part in data])
         self.dropped = sum((source.dropped for source in self.sources), Counter[str]())
         self.heldout = [row for source in self.sources for row in source.heldout]
@@ -72,79 +75,55 @@ class Rows:
                 raise UserError(self._none_usable(self.dropped, "the task"))
         return rows, position
 
-    def encode(self, example: Example) -> Row:
-        """As in a rollout, prompt and completion apart; Dropped if the agent cannot use it."""
-        config, agent = self.agent.config, self.agent
-        prompt = agent.reader.render(example.prompt)
+    def encode(self, example: Example) -> Row | str:
+        """The example in the agent's tokens, prompt and completion apart as in a rollout; or why it cannot be used."""
+        reader, config, positions = self.reader, self.reader.config, self.reader.limits.positions
+        prompt = reader.render(example.prompt)
         if len(prompt) > config.max_prompt_length:
-            raise Dropped("prompt_too_long")
-        end = agent.reader.retokenizer.end_of(prompt)
-        completion = [*agent.reader.retokenizer.encode(example.completion, end), agent.reader.stop_ids[0]]
+            return "prompt_too_long"
+        end = reader.retokenizer.end_of(prompt)
+        try:
+            completion = [*reader.retokenizer.encode(example.completion, end), reader.stop_ids[0]]
+        except Dropped as reason:
+            return str(reason)
         if len(completion) > config.max_completion_length:
-            raise Dropped("completion_too_long")
-        if agent.reader.limits.positions is not None and len(prompt) + len(completion) > agent.reader.limits.positions:
-            raise Dropped("beyond_positions")
+            return "completion_too_long"
+        if positions is not None and len(prompt) + len(completion) > positions:
+            return "beyond_positions"
         return Row(prompt, completion)
 
-    def _source(self, data: DataConfig, config: WarmupConfig) -> Source:
-        if data.file is not None:
-            return self._from_file(data.file, load_examples(data.file, split=data.split, subset=data.subset), config)
-        assert data.task is not None
-        return self._from_task(data.task, config)
-
-    def _from_file(self, file: str, examples: Sequence[Example], config: WarmupConfig) -> Source:
-        """Epoch after epoch, each shuffled by (seed, file, epoch). The prompt alone decides what is held out."""
-        usable: dict[bool, list[Row]] = {True: [], False: []}
-        dropped: Counter[str] = Counter()
-        for example in examples:
-            try:
-                usable[_fraction(example.question) < config.eval_share].append(self.encode(example))
-            except Dropped as reason:
-                dropped[str(reason)] += 1
-        rows = usable[False]
+    def _from_file(self, data: DataConfig, file: str, config: WarmupConfig) -> Source:
+        """Rows of a file: epoch after epoch, each shuffled by (seed, file, epoch)."""
+        examples = load_examples(file, split=data.split, subset=data.subset)
+        encoded = [(_is_heldout(example.question, config.eval_share), self.encode(example)) for example in examples]
+        dropped = Counter(row for _, row in encoded if isinstance(row, str))
+        rows, heldout = ([row for held, row in encoded if held == of and isinstance(row, Row)] for of in (False, True))
         if not rows:
             raise UserError(self._none_usable(dropped, file))
-
-        @lru_cache(maxsize=2)
-        def order(epoch: int) -> list[int]:
-            places = list(range(len(rows)))
-            random.Random(f"{config.seed}/{file}/{epoch}").shuffle(places)
-            return places
-
-        def train(position: int) -> Row:
-            epoch, offset = divmod(position, len(rows))
-            return rows[order(epoch)[offset]]
-
-        return Source(train, usable[True][: config.eval_size], dropped, len(rows), _digest(rows + usable[True]))
+        take, digest = Epochs(rows, f"{config.seed}/{file}").take, _digest(rows + heldout)
+        return Source(lambda position: take(position, 1)[0], heldout[: config.eval_size], dropped, len(rows), digest)
 
     def _from_task(self, task_config: TaskConfig, config: WarmupConfig) -> Source:
-        """Problems with the task's own completions; held out is its validation split, never its test."""
+        """Problems of a task with its own completions. Its validation split is held out, its test is never read."""
         task, _ = build_task(for_validation(task_config, config.eval_size), config.seed)
         with task.verifier:
             pass  # nothing is verified: end its processes
 
-        def train(position: int) -> Row | str:
-            (problem,) = task.train(position, 1)
-            try:
-                return self.encode(Example(problem.prompt, task.solution(problem)))
-            except Dropped as reason:
-                return str(reason)
+        def encode(problem: Problem) -> Row | str:
+            return self.encode(Example(problem.prompt, task.solution(problem)))
 
-        heldout, dropped = [], Counter[str]()
-        for problem in task.eval_problems:
-            try:
-                heldout.append(self.encode(Example(problem.prompt, task.solution(problem))))
-            except Dropped as reason:
-                dropped[str(reason)] += 1
-        return Source(train, heldout, dropped, None, _digest(heldout))
+        encoded = [encode(problem) for problem in task.eval_problems]
+        heldout = [row for row in encoded if isinstance(row, Row)]
+        dropped = Counter(row for row in encoded if isinstance(row, str))
+        return Source(lambda position: encode(*task.train(position, 1)), heldout, dropped, None, _digest(heldout))
 
     def _none_usable(self, dropped: Counter[str], where: str) -> str:
-        config = self.agent.config
+        config = self.reader.config
         reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items()) or "all are held out"
         meanings = {
             "prompt_too_long": f"max_prompt_length is {config.max_prompt_length}",
             "completion_too_long": f"max_completion_length is {config.max_completion_length}",
-            "beyond_positions": f"its model has {self.agent.reader.limits.positions} positions for both",
+            "beyond_positions": f"its model has {self.reader.limits.positions} positions for both",
             "not_reversible": "its tokenizer cannot spell the text",
         }
         why = "; ".join(meaning for reason, meaning in meanings.items() if reason in dropped)
@@ -152,19 +131,19 @@ class Rows:
 
 
 def for_validation(task: TaskConfig, eval_size: int) -> TaskConfig:
+    """The task with so many problems of its validation split held out; UserError if it has no completions to learn."""
     if task.train is not None or any(part.train is not None for part in task.mixture):
         raise UserError("data.task: a task from data has no completions to learn from: give its file as data.file.")
     if any(source.curriculum is not None for source in (task, *task.mixture)):
         raise UserError("data.task: a warm-up has no curriculum. Give the options of one stage as options.")
-    if task.mixture:
-        parts = [part.model_copy(update={"eval_split": "validation"}) for part in task.mixture]
-        return task.model_copy(update={"mixture": parts, "eval_size": eval_size})
-    return task.model_copy(update={"eval_split": "validation", "eval_size": eval_size})
+    validation = {"eval_split": "validation"}
+    own = {"mixture": [part.model_copy(update=validation) for part in task.mixture]} if task.mixture else validation
+    return task.model_copy(update={**own, "eval_size": eval_size})
 
 
-def _fraction(text: str) -> float:
-    """A number in [0, 1) that the text alone decides."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big") / 2**32
+def _is_heldout(question: str, share: float) -> bool:
+    """Whether a question is among the share that is never trained on. The question alone decides."""
+    return text_number(question, 4) / 2**32 < share
 
 
 def _digest(rows: Sequence[Row]) -> str:

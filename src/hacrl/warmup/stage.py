@@ -5,9 +5,8 @@ import shutil
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -15,9 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hacrl.agents.agent import Agent
 from hacrl.agents.loading import Bases, resolve_model
-from hacrl.algorithms import GSPO
+from hacrl.agents.model import AgentModel
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
 from hacrl.config.warmup import WarmupAgentConfig, WarmupConfig
 from hacrl.errors import UserError
@@ -25,7 +23,9 @@ from hacrl.execution.executor import files_of
 from hacrl.execution.local import THREADS
 from hacrl.execution.memory import keep_freed_memory
 from hacrl.learners.supervised import SupervisedLearner
+from hacrl.learners.updating import Updater, read_state, write_state
 from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
+from hacrl.sources.policy import PolicySource
 from hacrl.tasks import Task, build_task
 from hacrl.terminal import Terminal
 from hacrl.training import checkpoint
@@ -38,6 +38,8 @@ from hacrl.warmup.start import resolve_tokenizer, starting_model
 CONFIG_FILE = "warmup.yaml"
 RESUMABLE_CHANGES = {"eval_every", "save_every", "save_total_limit"}
 """What may be changed when a warm-up is continued."""
+SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy"}
+"""Metrics of an agent that a person sees, and what they are called there."""
 LINE_EVERY = 10
 """Steps between lines where there is no terminal; evaluations have a line too."""
 
@@ -57,10 +59,10 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
     console = console or Terminal()
     run = RunDir(config.output_dir)
     if resume:
-        check_same(config, saved_config(run.path))
+        refuse_changes(config, saved_config(run.path), config.output_dir, "a warm-up", RESUMABLE_CHANGES)
         summary = run.summary()
         if summary is not None:
-            return WarmupResult(run.path, summary, models(config), already_finished=True)
+            return WarmupResult(run.path, summary, models(config, summary), already_finished=True)
     else:
         check_free(run.path)
     seed_all(config.seed)
@@ -90,11 +92,12 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
                     clear(run.path)
                     raise
             summary = stage.train()
-    return WarmupResult(run.path, summary, models(config))
+    return WarmupResult(run.path, summary, models(config, summary))
 
 
-def models(config: WarmupConfig) -> dict[str, Path]:
-    last = checkpoint.checkpoint_dir(Path(config.output_dir), config.last_step)
+def models(config: WarmupConfig, summary: dict[str, Any]) -> dict[str, Path]:
+    """The folders of the trained models of a finished warm-up."""
+    last = checkpoint.checkpoint_dir(Path(config.output_dir), summary["steps"])
     return {agent.id: last / "agents" / agent.id for agent in config.agents}
 
 
@@ -106,15 +109,33 @@ class Pupil:
     """One agent with its rows and how far it has come."""
 
     config: WarmupAgentConfig
-    agent: Agent
+    opened: AgentModel
+    updater: Updater
     learner: SupervisedLearner
+    source: PolicySource
     rows: Rows
-    position: int
+    position: int = 0
     """How many places of its stream of rows have been passed."""
-    totals: Counter[str]
-    losses: dict[int, float]
+    totals: Counter[str] = field(default_factory=Counter)
+    """Rows, tokens and non-finite updates since the start."""
+    losses: dict[int, float] = field(default_factory=dict)
     """Held-out loss by step."""
-    accuracy: dict[int, float]
+    accuracy: dict[int, float] = field(default_factory=dict)
+    """Greedy accuracy on held-out problems by step."""
+
+    def finished(self, step: int) -> bool:
+        """Whether it has made its last update: `max_steps` of them, or enough to reach `target_accuracy`."""
+        target = self.config.target_accuracy
+        reached = target is not None and any(after and value >= target for after, value in self.accuracy.items())
+        return reached or step >= self.config.max_steps
+
+    def save(self, model_dir: Path, state_file: Path) -> None:
+        self.opened.save(model_dir, self.updater.weights)
+        write_state(state_file, self.updater.state_dict())
+
+    def load(self, model_dir: Path, state_file: Path) -> None:
+        self.opened.load(model_dir, self.updater.weights)
+        self.updater.load_state_dict(read_state(state_file, torch.device("cpu")))
 
 
 class Warmup:
@@ -128,41 +149,41 @@ class Warmup:
         self.pupils = []
         for index, own in enumerate(config.agents):
             model = starting_model(own, index, config.seed, run.path / "start" / own.id)
-            agent = Agent(own.for_agent(model), index, GSPO(), config.seed, bases=bases)
-            rows = Rows(agent, own.data, config)
+            opened = AgentModel(own.for_agent(model), index, config.seed, bases)
+            updater = Updater(opened.config, opened.weights(), opened.policy)
+            rows = Rows(opened.reader, own.data, config)
             self._tell(rows)
             rows.check()
             if task is not None:
-                agent.check_prompts(task.eval_problems)
-            self.pupils.append(Pupil(own, agent, SupervisedLearner(agent.learner), rows, 0, Counter(), {}, {}))
+                opened.reader.check_prompts(task.eval_problems)
+            self.pupils.append(Pupil(own, opened, updater, SupervisedLearner(updater), opened.source(), rows))
 
     def _tell(self, rows: Rows) -> None:
-        agent = rows.agent
-        sizes = [f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources]
-        self.display.note(
-            f"{agent.config.id}: rows to train on {' + '.join(sizes)}, held out {len(rows.heldout):,}"
-            + (f", dropped {told(rows.dropped)}" if rows.dropped else "")
-        )
-        if not agent.reader.tokenizer.chat_template:
-            self.display.note(f"{agent.config.id} has no chat template: string prompts are given to it as they are.")
+        """Say how many rows an agent has to learn from."""
+        reader = rows.reader
+        sizes = " + ".join(f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.dropped.items())
+        dropped = f", dropped {rows.dropped.total():,} ({reasons})" if reasons else ""
+        self.display.note(f"{reader.config.id}: rows to train on {sizes}, held out {len(rows.heldout):,}{dropped}")
+        if not reader.tokenizer.chat_template:
+            self.display.note(f"{reader.config.id} has no chat template: string prompts are given to it as they are.")
 
     def train(self) -> dict[str, Any]:
         if self.step == 0:
             self._log({"step": 0} | {k: v for pupil in self.pupils for k, v in self._evaluate(pupil).items()})
-        while self.step < self.config.last_step:
+        while learning := [pupil for pupil in self.pupils if not pupil.finished(self.step)]:
             self.step += 1
             start = time.perf_counter()
             metrics: dict[str, Any] = {"step": self.step}
-            for pupil in self.pupils:
-                if self.step <= pupil.config.max_steps:
-                    metrics |= self._learn(pupil)
-                    if self._due(self.config.eval_every, pupil.config.max_steps):
-                        metrics |= self._evaluate(pupil)
+            for pupil in learning:
+                metrics |= self._learn(pupil)
+                if self._due(self.config.eval_every) or pupil.finished(self.step):
+                    metrics |= self._evaluate(pupil)
             metrics["step_time"] = time.perf_counter() - start
             self.seconds += metrics["step_time"]
             metrics["time/elapsed"] = self.seconds
             self._log(metrics)
-            if self._due(self.config.save_every, self.config.last_step):
+            if self._due(self.config.save_every) or all(pupil.finished(self.step) for pupil in self.pupils):
                 self._save()
         summary = self._summary()
         self.run.write_summary(summary)
@@ -171,15 +192,16 @@ class Warmup:
     def _learn(self, pupil: Pupil) -> dict[str, Any]:
         start = time.perf_counter()
         rows, pupil.position = pupil.rows.take(pupil.position, pupil.config.batch_size)
-        rate = learning_rate(pupil.agent.config, self.step, pupil.config.max_steps)
-        metrics: dict[str, Any] = dict(pupil.learner.update(rows, rate, self.step))
-        pupil.totals["rows"] += len(rows)
-        pupil.totals["tokens_trained"] += int(metrics["tokens_trained"])
-        pupil.totals["nonfinite_updates"] += int(metrics["nonfinite_updates"])
-        metrics["num_rows"] = pupil.totals["rows"]
-        metrics["num_tokens"] = pupil.totals["tokens_trained"]
-        metrics["dropped"] = pupil.rows.dropped.total()
-        metrics["time/learn"] = time.perf_counter() - start
+        rate = learning_rate(pupil.opened.config, self.step, pupil.config.max_steps)
+        metrics = pupil.learner.update(rows, rate, self.step)
+        counted = {name: int(metrics[name]) for name in ("tokens_trained", "nonfinite_updates")}
+        pupil.totals.update(rows=len(rows), **counted)
+        metrics |= {
+            "num_rows": pupil.totals["rows"],
+            "num_tokens": pupil.totals["tokens_trained"],
+            "dropped": pupil.rows.dropped.total(),
+            "time/learn": time.perf_counter() - start,
+        }
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
     def _evaluate(self, pupil: Pupil) -> dict[str, Any]:
@@ -190,7 +212,7 @@ class Warmup:
             metrics["eval_loss"] = pupil.losses[self.step] = pupil.learner.loss(pupil.rows.heldout)
         if self.task is not None and self.task.eval_problems:
             problems = self.task.eval_problems
-            verdicts = self.task.score(problems, pupil.agent.answer(problems))
+            verdicts = self.task.score(problems, pupil.source.answer(problems))
             metrics |= accuracy_metrics("eval_accuracy", problems, verdicts)
             metrics["eval_unverified"] = sum(verdict.reward is None for verdict in verdicts)
             if "eval_accuracy" in metrics:
@@ -198,8 +220,8 @@ class Warmup:
         metrics["time/eval"] = time.perf_counter() - start
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
-    def _due(self, every: int, last: int) -> bool:
-        return self.step == last or (every > 0 and self.step % every == 0)
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
 
     # --- files -------------------------------------------------------------------------------------
 
@@ -213,7 +235,7 @@ class Warmup:
 
     def _save_agents(self, folder: Path) -> None:
         for pupil in self.pupils:
-            pupil.agent.save(*files_of(folder, pupil.config.id))
+            pupil.save(*files_of(folder, pupil.config.id))
 
     def resume(self) -> None:
         """Go back to the newest whole checkpoint, or to the start if there is none."""
@@ -221,7 +243,7 @@ class Warmup:
         if found:
             self._load_state_dict(checkpoint.load_state(found, ("step", "seconds", "agents", "random")))
             for pupil in self.pupils:
-                pupil.agent.load(*files_of(found, pupil.config.id))
+                pupil.load(*files_of(found, pupil.config.id))
         else:
             self.display.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
         self.run.rewind(self.step if found else -1)
@@ -247,11 +269,10 @@ class Warmup:
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         for pupil, own in zip(self.pupils, state["agents"], strict=True):
             self._check_rows(pupil, own.get("digests", pupil.rows.digests))
-        self.step, self.seconds = state["step"], state["seconds"]
-        for pupil, own in zip(self.pupils, state["agents"], strict=True):
             pupil.position = own["position"]
             pupil.rows.dropped, pupil.totals = Counter(own["dropped"]), Counter(own["totals"])
             pupil.losses, pupil.accuracy = dict(own["losses"]), dict(own["accuracy"])
+        self.step, self.seconds = state["step"], state["seconds"]
         restore_global_random_state(state["random"])
 
     def _check_rows(self, pupil: Pupil, digests: list[str]) -> None:
@@ -271,7 +292,7 @@ class Warmup:
                 "model": pupil.config.model,
                 **{f"{when}_loss": value for when, value in ends(pupil.losses).items()},
                 **{f"{when}_accuracy": value for when, value in ends(pupil.accuracy).items()},
-                "updates": pupil.agent.learner.updates,
+                "updates": pupil.updater.updates,
                 **pupil.totals,
                 "dropped": dict(pupil.rows.dropped),
             }
@@ -279,13 +300,9 @@ class Warmup:
 
 
 def ends(values: dict[int, float]) -> dict[str, float | None]:
+    """The values of the first and the last step."""
     steps = sorted(values)
     return {"start": values[steps[0]] if steps else None, "final": values[steps[-1]] if steps else None}
-
-
-def told(dropped: Counter[str]) -> str:
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
-    return f"{dropped.total():,} ({reasons})"
 
 
 # --- the folder ------------------------------------------------------------------------------------
@@ -300,7 +317,7 @@ def check_free(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Empty the folder, which was empty before: nothing has been learned yet."""
+    """Empty the folder of a warm-up that has not learned anything yet."""
     for child in path.iterdir():
         if child.is_dir():
             shutil.rmtree(child)
@@ -328,11 +345,6 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
     return WarmupConfig.from_dict(data, with_overrides(source, overrides))
 
 
-def check_same(config: WarmupConfig, saved: WarmupConfig) -> None:
-    """UserError if continuing the saved warm-up with this config would make it another one."""
-    refuse_changes(config, saved, config.output_dir, "a warm-up", RESUMABLE_CHANGES)
-
-
 # --- what a person sees ----------------------------------------------------------------------------
 
 
@@ -341,36 +353,27 @@ class Display:
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
         self.config, self.console = config, console
-        columns = (
-            TextColumn("warm-up"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        options: dict[str, Any] = {"transient": True, "disable": not console.is_interactive}
+        self.bar = Progress(TextColumn("warm-up"), *columns, console=console, **options)
         self.job = self.bar.add_task("", total=config.last_step)
 
     def __enter__(self) -> Self:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def note(self, text: str) -> None:
         self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
 
     def show(self, step: int, metrics: dict[str, Any]) -> None:
+        """What one step brought: in the bar, and as a line after an evaluation or where there is no bar."""
         parts = []
         for agent in self.config.agents:
-            names = {"loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy"}
-            values = {shown: metrics.get(f"{agent.id}/{name}") for name, shown in names.items()}
-            known = [
-                f"{name} {value:.3f}" for name, value in values.items() if value is not None and math.isfinite(value)
-            ]
+            values = ((shown, metrics.get(f"{agent.id}/{name}", math.nan)) for name, shown in SHOWN.items())
+            known = [f"{shown} {value:.3f}" for shown, value in values if math.isfinite(value)]
             if known:
                 parts.append(f"{agent.id}: {' '.join(known)}")
         self.bar.update(self.job, completed=step, description=" | ".join(parts))

@@ -1,5 +1,7 @@
 """Starting models that have to be made first: cut from a larger one, or with new weights."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from hacrl.seeding import derive_seed
 
 
 def starting_model(agent: WarmupAgentConfig, index: int, seed: int, folder: Path) -> str:
-    """What the agent starts from: its model, or one that is made and saved in this folder unless it is there."""
+    """The model that the agent starts from: its own, or one that is made and saved in this folder, once."""
     if not agent.starts_from_a_copy:
         assert agent.model is not None
         return agent.model
@@ -106,24 +108,21 @@ def _random(agent: WarmupAgentConfig, index: int, seed: int) -> tuple[Any, PreTr
 
 
 def _architecture(agent: WarmupAgentConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The config of the new model. What it does not say about the vocabulary, the tokenizer does."""
+    """The config of the new model. The tokenizer says what `agent.config` leaves open about the vocabulary."""
     own_tokens = {"vocab_size": len(tokenizer), **_special(tokenizer)} if agent.tokenizer else {}
-    options = {name: value for name, value in agent.config.items() if name != "model_type"}
+    options = dict(agent.config)
+    make: Callable[..., Any]
     if agent.model is None:
-        kind = agent.config["model_type"]
-        _check_options(agent, options, AutoConfig.for_model(kind))
-        return AutoConfig.for_model(kind, **{**own_tokens, **options})
-    source, remote = resolve_model(agent.model, f"agents.{agent.id}.model"), agent.trust_remote_code
-    _check_options(agent, agent.config, AutoConfig.from_pretrained(source, trust_remote_code=remote))
-    return AutoConfig.from_pretrained(source, trust_remote_code=remote, **{**own_tokens, **options})
-
-
-def _check_options(agent: WarmupAgentConfig, options: dict[str, Any], config: Any) -> None:
-    """transformers takes any name, and nobody would ever read it."""
-    known = {*config.to_dict(), *config.attribute_map} - {"model_type"}
-    for name in options:
+        make = partial(AutoConfig.for_model, options.pop("model_type"))
+    else:
+        source = resolve_model(agent.model, f"agents.{agent.id}.model")
+        make = partial(AutoConfig.from_pretrained, source, trust_remote_code=agent.trust_remote_code)
+    usual = make()
+    known = {*usual.to_dict(), *usual.attribute_map} - {"model_type"}
+    for name in options:  # transformers takes any name, and nobody would ever read it
         if name not in known:
-            raise UserError(f"agents.{agent.id}.config: {config.model_type} has no {name!r}{nearest(name, known)}")
+            raise UserError(f"agents.{agent.id}.config: {usual.model_type} has no {name!r}{nearest(name, known)}")
+    return make(**{**own_tokens, **options})
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:

@@ -1,4 +1,4 @@
-"""What is known of the bundled models: each folder's `warmup.json` says how it was made."""
+"""The table of bundled models. `warmup.json` in each model's folder says how it was made; zoo.yaml makes it again."""
 
 import json
 from dataclasses import dataclass
@@ -13,10 +13,13 @@ class ZooModel:
     tokenizer: str
     parameters: int
     sampled_accuracy: float
+    """Share of validation problems solved by one answer sampled at temperature 1."""
     validation_accuracy: float
+    """Share of validation problems solved by greedy answers."""
 
 
 def catalog() -> list[ZooModel]:
+    """All bundled models, sorted by name."""
     models = []
     for name in zoo_names():
         data = json.loads((ZOO / name / "warmup.json").read_text(encoding="utf-8"))
