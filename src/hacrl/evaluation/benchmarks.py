@@ -23,11 +23,12 @@ from hacrl.config import AgentConfig, RunConfig, checked
 from hacrl.config.settings import apply_overrides
 from hacrl.errors import UserError, warn
 from hacrl.evaluation.answers import Judge, Line, Sampler
-from hacrl.evaluation.figures import Array, by_problem, majority, mean_interval, mean_over_sets
+from hacrl.evaluation.figures import by_problem, majority
 from hacrl.evaluation.heldout import agents_of, check_model
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.retokenize import decode
 from hacrl.seeding import EVALUATE, derive_seed
+from hacrl.statistics import Array, mean_interval, mean_over_sets
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem

@@ -10,6 +10,7 @@ from hacrl.agents.loading import resolve_model
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
+from hacrl.statistics import reward_interval
 from hacrl.tasks import build_task
 from hacrl.training.checkpoint import (
     MARKER,
@@ -80,7 +81,9 @@ def evaluate_target(
 def _accuracy(agent: AgentConfig, part: str | None, rewards: list[float | None]) -> Accuracy:
     judged = [reward for reward in rewards if reward is not None]
     mean = sum(judged) / len(judged) if judged else math.nan
-    return Accuracy(agent.id, agent.model, part, mean, *interval(judged), len(rewards), len(rewards) - len(judged))
+    return Accuracy(
+        agent.id, agent.model, part, mean, *reward_interval(judged), len(rewards), len(rewards) - len(judged)
+    )
 
 
 def config_of(target: str, config_source: str) -> RunConfig:
@@ -128,18 +131,3 @@ def check_model(target: str, step: int | None) -> None:
         raise UserError(f"There is no folder {target}. Give the folder of a run or of a model.")
     resolve_model(target)
     refuse_damaged_model("model", target)
-
-
-def interval(rewards: list[float], z: float = 1.96) -> tuple[float, float]:
-    """95 % of the mean: Wilson's for right and wrong, which is honest for few problems, else the normal one."""
-    count = len(rewards)
-    if count == 0:
-        return math.nan, math.nan
-    mean = sum(rewards) / count
-    if set(rewards) <= {0.0, 1.0}:
-        centre = (mean + z**2 / (2 * count)) / (1 + z**2 / count)
-        half = z * math.sqrt(mean * (1 - mean) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-        return max(centre - half, 0.0), min(centre + half, 1.0)
-    variance = sum((reward - mean) ** 2 for reward in rewards) / max(count - 1, 1)
-    half = z * math.sqrt(variance / count)
-    return mean - half, mean + half
