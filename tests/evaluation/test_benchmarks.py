@@ -15,17 +15,21 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from conftest import FAST, MakeConfig
-from hacrl.agents.loading import resolve_model
+from hacrl.agents import loading
+from hacrl.agents.loading import load_tokenizer, resolve_model
+from hacrl.config import AgentConfig
 from hacrl.errors import UserError
-from hacrl.evaluation import benchmarks
-from hacrl.evaluation.answers import Judge
+from hacrl.evaluation import answers, benchmarks
+from hacrl.evaluation.answers import Answerer, Judge
 from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.check import check_verifier
 from hacrl.evaluation.figures import majority
 from hacrl.run import train
 from hacrl.tasks.benchmarks import load_benchmarks
+from hacrl.tasks.problem import Problem
 
 PROBLEMS = {"12+34-5=": 41, "70-8-9=": 53, "3+4+5=": 12, "99-98+1=": 2, "20+20+20=": 60, "5-5+5=": 5}
 MODEL = "zoo:llama-plus"
@@ -113,11 +117,10 @@ def test_beside_several_completions_there_is_the_greedy_answer(data: Path, tmp_p
 
 
 def test_the_usual_number_of_completions_is_that_of_the_paper(data: Path, tmp_path: Path) -> None:
-    benchmarks = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], limit=1)["agents"]["model"][
-        "benchmarks"
-    ]
-    assert {name: row["completions"] for name, row in benchmarks.items()} == {"gsm8k": 1, "aime25": 31}
-    assert {name: row["settings"]["temperature"] for name, row in benchmarks.items()} == {"gsm8k": 0, "aime25": 1}
+    results = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], limit=1)
+    rows = results["agents"]["model"]["benchmarks"]
+    assert {name: row["completions"] for name, row in rows.items()} == {"gsm8k": 1, "aime25": 31}
+    assert {name: row["settings"]["temperature"] for name, row in rows.items()} == {"gsm8k": 0, "aime25": 1}
 
 
 def test_other_seeds_give_other_completions(data: Path, tmp_path: Path) -> None:
@@ -129,9 +132,8 @@ def test_other_seeds_give_other_completions(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_agents_of_a_run(data: Path, make_config: MakeConfig) -> None:
-    run = train(
-        make_config("llama-plus", "neox-pair", max_steps=1, task={"name": "arithmetic", "eval_size": 2})
-    ).run_dir
+    config = make_config("llama-plus", "neox-pair", max_steps=1, task={"name": "arithmetic", "eval_size": 2})
+    run = train(config).run_dir
     results, folder = evaluate_benchmarks(str(run), Options(["gsm8k"], data=data), Console(quiet=True))
     assert folder == run / "eval" / "checkpoint-1"
     assert {path.name for path in folder.iterdir()} == {".lock", "eval.json", "agent0", "agent1"}
@@ -145,13 +147,6 @@ def test_the_agents_of_a_run(data: Path, make_config: MakeConfig) -> None:
 
 
 def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem(data: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    from hacrl.agents.loading import load_tokenizer, resolve_model
-    from hacrl.config import AgentConfig
-    from hacrl.evaluation.answers import Sampler
-    from hacrl.tasks.problem import Problem
-
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "model")
@@ -159,13 +154,13 @@ def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem
     (tmp_path / "model" / "config.json").write_text((Path(resolve_model(MODEL)) / "config.json").read_text())
     config = AgentConfig(id="model", model=str(tmp_path / "model"), system_prompt="7=")
     assert load_tokenizer(config).chat_template is None
-    ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
+    ids = Answerer(config, as_trained=False).prompt_ids(Problem("p", "1+2=", "3"))
     assert ids == tokenizer.encode("1+2=\n7=\n")
     # A template that knows no system role, as Gemma's.
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     tokenizer.chat_template = refuses + "{% for message in messages %}{{ message.content }}{% endfor %}="
     tokenizer.save_pretrained(tmp_path / "model")
-    ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
+    ids = Answerer(config, as_trained=False).prompt_ids(Problem("p", "1+2=", "3"))
     assert ids == tokenizer.encode("1+2=\n7==")
 
 
@@ -212,12 +207,10 @@ def test_half_a_batch_is_done_again_and_a_finished_benchmark_is_not(
     evaluate(data, tmp_path / "out", k=4, batch_size=8)
     assert path.read_bytes() == reference
 
-    import hacrl.evaluation.answers as module
-
     def refuse(*arguments: object) -> None:
         raise AssertionError("a finished evaluation loads no model and judges nothing")
 
-    for name in ("load_model", "load_tokenizer", "Verifier", "MathPool"):
+    for module, name in ((loading, "_load"), (loading, "load_tokenizer"), (answers, "Verifier"), (answers, "MathPool")):
         monkeypatch.setattr(module, name, refuse)
     evaluate(data, tmp_path / "out", k=4, batch_size=3)
     assert path.read_bytes() == reference
@@ -379,9 +372,7 @@ def test_a_first_look_is_not_in_the_way(data: Path, tmp_path: Path, monkeypatch:
 
 
 def test_hostile_completions_are_counted_not_wrong(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
-    import hacrl.evaluation.answers as module
-
-    monkeypatch.setattr(module, "VERIFY_SECONDS", 3.0)
+    monkeypatch.setattr(answers, "VERIFY_SECONDS", 3.0)
     (gsm8k,) = load_benchmarks(["gsm8k"], data, limit=1)
     texts = [
         "9**9**9**9",
@@ -393,11 +384,11 @@ def test_hostile_completions_are_counted_not_wrong(monkeypatch: pytest.MonkeyPat
         "[bold]41[/bold]\n#### 41",
     ]
     with Judge() as judge:
-        verdicts = judge.verdicts(gsm8k.problems * len(texts), texts)
-        lines = [{"text": text, **verdict} for text, verdict in zip(texts, verdicts, strict=True)]
+        verdicts = judge.score(gsm8k.problems * len(texts), texts)
+        lines = [{"text": text, "reward": own.reward} for text, own in zip(texts, verdicts, strict=True)]
         (votes,) = judge.votes([lines])
     assert [line["reward"] for line in lines][:5] == [None, 1.0, 0.0, 0.0, 0.0]
-    assert lines[0]["problem"] == "timeout"
+    assert verdicts[0].problem == "timeout"
     assert lines[5]["reward"] in (0.0, None)
     assert votes == [None, 0, 1, 1, None, None, 0]
 

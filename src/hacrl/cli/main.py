@@ -262,7 +262,8 @@ def evaluate(
     for name, value in {"--data": data, **of_models}.items():
         if value is not None and value != []:
             raise UserError(f"{name} needs --benchmarks: the held-out problems are answered as in training.")
-    from hacrl.evaluation.heldout import config_of, evaluate_target
+    from hacrl.evaluation.heldout import evaluate_target
+    from hacrl.evaluation.subjects import config_of
     from hacrl.report.collect import describe_task
 
     task = describe_task(config_of(target, config or "demo").task.model_dump())

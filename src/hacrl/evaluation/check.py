@@ -3,17 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hacrl.evaluation.answers import VERIFY_SECONDS
+from hacrl.evaluation.answers import Judge
 from hacrl.seeding import permutation
 from hacrl.tasks.benchmarks import ProblemSet
-from hacrl.tasks.verify import MathPool, Verifier
-
-WORKERS = 2
+from hacrl.tasks.problem import Problem
+from hacrl.tasks.verify import MathPool
 
 
 @dataclass
 class Check:
-    """What the verifier made of one benchmark; each list is of exceptions, ready to be read."""
+    """What the verifier made of one benchmark; each list holds exceptions, ready to be read."""
 
     name: str
     source: str
@@ -33,55 +32,53 @@ class Check:
 
 
 def check_verifier(sets: Sequence[ProblemSet]) -> Iterator[Check]:
-    pool = MathPool("read_as_math", VERIFY_SECONDS, WORKERS)
-    try:
-        with Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=WORKERS) as verifier:
-            for each in sets:
-                yield _check(each, verifier, pool)
-    finally:
-        pool.close()
+    """Check the verifier on each benchmark, one after the other."""
+    with Judge(workers=2) as judge:
+        reading = judge.pool("read_as_math")
+        for each in sets:
+            yield _check(each, judge, reading)
 
 
-def _check(each: ProblemSet, verifier: Verifier, pool: MathPool) -> Check:
+def _check(each: ProblemSet, judge: Judge, reading: MathPool) -> Check:
     problems = each.problems
-    answers = [problem.answer for problem in problems]
-    boxed = [rf"The answer is $\boxed{{{answer}}}$." for answer in answers]
+    boxed = {problem.id: rf"The answer is $\boxed{{{problem.answer}}}$." for problem in problems}
     solved = [(problem, solution) for problem in problems if (solution := each.solution(problem)) is not None]
     check = Check(each.name, each.source, len(problems), len(solved), each.without_reference)
 
-    def score(texts: Sequence[str], golds: Sequence[str]) -> list[tuple[float | None, str]]:
-        verdicts = verifier.score([""] * len(texts), texts, {"answer": list(golds)})
-        return [(v.reward, f" ({v.detail})" if v.detail else "") for v in verdicts]
+    def not_right(pairs: Sequence[tuple[Problem, str]]) -> list[str]:
+        verdicts = judge.score([problem for problem, _ in pairs], [text for _, text in pairs])
+        wrong = [(problem, v) for (problem, _), v in zip(pairs, verdicts, strict=True) if v.reward != 1]
+        return [f"{problem.id}: {problem.answer}{_reason(v.detail)}" for problem, v in wrong]
 
-    for problem, (reward, detail) in zip(problems, score(boxed, answers), strict=True):
-        if reward != 1:
-            check.not_right.append(f"{problem.id}: {problem.answer}{detail}")
-    calls = [{"completions": [text], "answer": [answer]} for text, answer in zip(boxed, answers, strict=True)]
-    for problem, reply in zip(problems, pool.threads.map(pool.call, calls), strict=True):
+    check.not_right = not_right([(problem, boxed[problem.id]) for problem in problems])
+    calls = [{"completions": [boxed[problem.id]], "answer": [problem.answer]} for problem in problems]
+    for problem, reply in zip(problems, reading.threads.map(reading.call, calls), strict=True):
         if reply.values != [1.0]:
             check.spelling_only.append(f"{problem.id}: {problem.answer}")
-    judged = score([solution for _, solution in solved], [problem.answer for problem, _ in solved])
-    for (problem, _), (reward, detail) in zip(solved, judged, strict=True):
-        if reward != 1:
-            check.solutions_not_right.append(f"{problem.id}: {problem.answer}{detail}")
-    others = _shuffled(answers)
-    pairs = [(i, j) for i, j in enumerate(others) if j is not None]
+    check.solutions_not_right = not_right(solved)
+    pairs = _shuffled(problems)
     check.shuffled = len(pairs)
-    judged = score([boxed[j] for _, j in pairs], [answers[i] for i, _ in pairs])
-    for (i, j), (reward, detail) in zip(pairs, judged, strict=True):
-        place = f"{problems[i].id}: {answers[i]} and {answers[j]}{detail}"
-        if reward is None:
+    verdicts = judge.score([problem for problem, _ in pairs], [boxed[other.id] for _, other in pairs])
+    for (problem, other), verdict in zip(pairs, verdicts, strict=True):
+        place = f"{problem.id}: {problem.answer} and {other.answer}{_reason(verdict.detail)}"
+        if verdict.reward is None:
             check.shuffled_unverified.append(place)
-        elif reward != 0:
+        elif verdict.reward != 0:
             check.shuffled_right.append(place)
     return check
 
 
-def _shuffled(answers: Sequence[str]) -> list[int | None]:
-    """For each answer another one, spelled differently; None where there is none."""
-    order = permutation(len(answers), 0)
-    found: list[int | None] = []
-    for position, answer in enumerate(answers):
-        turned = order[position:] + order[:position] if len(set(answers)) > 1 else []
-        found.append(next((other for other in turned if answers[other] != answer), None))
-    return found
+def _reason(detail: str) -> str:
+    return f" ({detail})" if detail else ""
+
+
+def _shuffled(problems: Sequence[Problem]) -> list[tuple[Problem, Problem]]:
+    """Each problem with another one whose answer is spelled differently, where there is one."""
+    order = [problems[position] for position in permutation(len(problems), 0)]
+    if len({problem.answer for problem in problems}) < 2:
+        return []
+    pairs = []
+    for position, problem in enumerate(problems):
+        turned = order[position:] + order[:position]
+        pairs.append((problem, next(other for other in turned if other.answer != problem.answer)))
+    return pairs

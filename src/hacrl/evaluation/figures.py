@@ -1,4 +1,4 @@
-"""Figures of several completions of each problem: avg@k, pass@k, best@k, maj@k, for each problem.
+"""Figures of several completions of each problem: avg@k, pass@k, best@k, maj@k, with intervals.
 
 P problems with K completions each. NaN is a completion that could not be judged: it counts as neither right nor wrong.
 """
@@ -6,11 +6,19 @@ P problems with K completions each. NaN is a completion that could not be judged
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hacrl.statistics import Array
+from hacrl.statistics import Array, mean_interval
+
+NO_ROOM = "no_room"
+"""Finish reason of a completion that was not sampled, because its prompt does not fit into the model."""
+
+Line = dict[str, Any]
+"""A completion with its verdict, as it is written down."""
+Figure = dict[str, float | None]
 
 
 def pass_at(k: int, judged: int, right: int) -> float:
@@ -48,3 +56,36 @@ def by_problem(correct_PK: npt.ArrayLike) -> dict[str, Array]:
         found[f"pass@{k}"] = np.array([pass_at(k, judged, int(right)) for judged, right in pairs])
     found[f"best@{K}"] = np.where(missing_P, np.nan, (right_P > 0).astype(float))
     return found
+
+
+def by_problem_with_votes(groups: Sequence[Sequence[Line]]) -> dict[str, Array]:
+    """`by_problem` of the completions of each problem, with maj@K where there are several."""
+    correct_PK = np.array([[np.nan if line["reward"] is None else line["reward"] for line in own] for own in groups])
+    values, K = by_problem(correct_PK), len(groups[0])
+    if K > 1:
+        majorities = np.array([majority([line["vote"] for line in own]) for own in groups])
+        values[f"maj@{K}"] = np.where(np.isnan(correct_PK).all(1), np.nan, majorities)
+    return values
+
+
+def summary(lines: Sequence[Line], values: dict[str, Array]) -> dict[str, Any]:
+    """Counts of all completions of a benchmark, and each figure's mean over problems with its interval."""
+    figures = {}
+    for name, value_P in values.items():
+        known = value_P[~np.isnan(value_P)]
+        mean = float(known.mean()) if len(known) else math.nan
+        figures[name] = {**figure(mean, *mean_interval(known)), "problems": len(known)}
+    return {
+        "completions": len(lines),
+        "unverified": sum(line["reward"] is None for line in lines),
+        "cut_off": sum(line["finish_reason"] == "length" for line in lines),
+        "no_room": sum(line["finish_reason"] == NO_ROOM for line in lines),
+        "mean_tokens": sum(line["num_tokens"] for line in lines) / len(lines),
+        "figures": figures,
+    }
+
+
+def figure(value: float, low: float, high: float) -> Figure:
+    """A value with its interval as JSON has them: a number that is not finite is null."""
+    numbers = {"value": value, "low": low, "high": high}
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
