@@ -11,17 +11,16 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from hacrl.agents.agent import Agent
-from hacrl.algorithms import GSPO
+from hacrl.evaluation.answers import Answerer
 from hacrl.tasks import Task, build_task
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run_dir import RunDir
 
 
-def accuracy(agent: Agent, task: Task) -> float:
-    problems = task.eval_problems
-    verdicts = task.score(problems, agent.answer(problems))
-    return sum(verdict.reward or 0.0 for verdict in verdicts) / len(verdicts)
+def accuracy(answerer: Answerer, task: Task) -> float:
+    prompts = [answerer.prompt_ids(problem) for problem in task.eval_problems]
+    lines = answerer.answers(task.eval_problems, prompts, task.score, temperature=0.0, seed=0)
+    return sum(line["reward"] or 0.0 for line in lines) / len(lines)
 
 
 def averaged(run: Path) -> tuple[float, float, float]:
@@ -32,15 +31,15 @@ def averaged(run: Path) -> tuple[float, float, float]:
     )
     weights = [load_file(first), load_file(second)]
     mean = {name: (weights[0][name] + weights[1][name]) / 2 for name in weights[0]}
-    agent = Agent(config.agents[0], 0, GSPO(), config.seed)
+    answerer = Answerer(config.agents[0])
     task, _ = build_task(config.task, config.seed)
     found = []
     with task.verifier:
         for state in (*weights, mean):
-            missing, unexpected = agent.model.load_state_dict(state, strict=False)
+            missing, unexpected = answerer.model.load_state_dict(state, strict=False)
             assert not unexpected
             assert all(name == "lm_head.weight" for name in missing)  # tied to the embedding
-            found.append(accuracy(agent, task))
+            found.append(accuracy(answerer, task))
     return found[0], found[1], found[2]
 
 

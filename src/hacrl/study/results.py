@@ -177,12 +177,9 @@ def compare(study: Study, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for pair in study.pairs:
         for variant in study.variants:
             own = [values[pair, variant, agent] for agent in agent_ids(study, pair, variant)]
-            common = [seed for seed in own[0] if all(seed in others for others in own)]
-            values[pair, variant, ALL] = {seed: float(np.mean([agent[seed] for agent in own])) for seed in common}
+            values[pair, variant, ALL] = mean_by_seed(own)
     for variant in study.variants:
-        own = [row["values"] for row in agents if row["variant"] == variant]
-        common = [seed for seed in own[0] if all(seed in others for others in own)]
-        values[ALL, variant, ALL] = {seed: float(np.mean([agent[seed] for agent in own])) for seed in common}
+        values[ALL, variant, ALL] = mean_by_seed([row["values"] for row in agents if row["variant"] == variant])
     rows = []
     for pair in study.pairs:
         of_baseline = agent_ids(study, pair, study.baseline)
@@ -200,6 +197,12 @@ def compare(study: Study, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row, p_holm in zip(rows, holm([row["p"] for row in rows]), strict=True):
         row["p_holm"] = p_holm
     return rows
+
+
+def mean_by_seed(agents: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean over agents for each seed that all of them have."""
+    common = [seed for seed in agents[0] if all(seed in others for others in agents)]
+    return {seed: float(np.mean([agent[seed] for agent in agents])) for seed in common}
 
 
 def compare_values(
