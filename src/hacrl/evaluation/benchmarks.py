@@ -102,12 +102,13 @@ def evaluate_benchmarks(target: str, options: Options, console: Console) -> tupl
         if each.without_reference:
             warn(f"{each.name}: {len(each.without_reference)} rows have no reference answer and are left out.")
     folder = EvaluationDir(options.output or usual, alone=[agent.id for agent in agents] == ["model"])
-    answerers = [Answerer(agent, as_trained=False) for agent in agents]
+    answerers = (Answerer(agent, as_trained=False) for agent in agents)
     jobs = [[Job(answerer, each, options, seed) for each in sets] for answerer in answerers]
     with folder.locked(), Judge() as judge, _progress(console) as progress:
         folder.begin(target, jobs)
         evaluation = Evaluation(folder, judge, progress)
-        for own in jobs:
+        while jobs:
+            own = jobs.pop(0)  # nothing holds the model of the agent before any longer
             values = [evaluation.run(job) for job in own]
             folder.set_mean(own, _means(own, values))
     return folder.contents, folder.path

@@ -45,38 +45,36 @@ def _check(each: ProblemSet, judge: Judge, reading: MathPool) -> Check:
     solved = [(problem, solution) for problem in problems if (solution := each.solution(problem)) is not None]
     check = Check(each.name, each.source, len(problems), len(solved), each.without_reference)
 
-    def not_right(pairs: Sequence[tuple[Problem, str]]) -> list[str]:
-        verdicts = judge.score([problem for problem, _ in pairs], [text for _, text in pairs])
-        wrong = [(problem, v) for (problem, _), v in zip(pairs, verdicts, strict=True) if v.reward != 1]
-        return [f"{problem.id}: {problem.answer}{_reason(v.detail)}" for problem, v in wrong]
+    def verdicts(pairs: Sequence[tuple[Problem, str]]) -> Iterator[tuple[Problem, float | None, str]]:
+        """Each problem with the reward of the text beside it, and the reason if there is none."""
+        judged = judge.score([problem for problem, _ in pairs], [text for _, text in pairs])
+        for (problem, _), verdict in zip(pairs, judged, strict=True):
+            yield problem, verdict.reward, f" ({verdict.detail})" if verdict.detail else ""
 
-    check.not_right = not_right([(problem, boxed[problem.id]) for problem in problems])
+    for pairs, exceptions in (
+        ([(problem, boxed[problem.id]) for problem in problems], check.not_right),
+        (solved, check.solutions_not_right),
+    ):
+        exceptions += [f"{own.id}: {own.answer}{why}" for own, reward, why in verdicts(pairs) if reward != 1]
     calls = [{"completions": [boxed[problem.id]], "answer": [problem.answer]} for problem in problems]
     for problem, reply in zip(problems, reading.threads.map(reading.call, calls), strict=True):
         if reply.values != [1.0]:
             check.spelling_only.append(f"{problem.id}: {problem.answer}")
-    check.solutions_not_right = not_right(solved)
-    pairs = _shuffled(problems)
-    check.shuffled = len(pairs)
-    verdicts = judge.score([problem for problem, _ in pairs], [boxed[other.id] for _, other in pairs])
-    for (problem, other), verdict in zip(pairs, verdicts, strict=True):
-        place = f"{problem.id}: {problem.answer} and {other.answer}{_reason(verdict.detail)}"
-        if verdict.reward is None:
-            check.shuffled_unverified.append(place)
-        elif verdict.reward != 0:
-            check.shuffled_right.append(place)
+    shuffled = _shuffled(problems)
+    check.shuffled = len(shuffled)
+    found = verdicts([(problem, boxed[other.id]) for problem, other in shuffled])
+    for (_, other), (problem, reward, why) in zip(shuffled, found, strict=True):
+        if reward != 0:
+            exceptions = check.shuffled_unverified if reward is None else check.shuffled_right
+            exceptions.append(f"{problem.id}: {problem.answer} and {other.answer}{why}")
     return check
 
 
-def _reason(detail: str) -> str:
-    return f" ({detail})" if detail else ""
-
-
 def _shuffled(problems: Sequence[Problem]) -> list[tuple[Problem, Problem]]:
-    """Each problem with another one whose answer is spelled differently, where there is one."""
-    order = [problems[position] for position in permutation(len(problems), 0)]
+    """Each problem with another one whose answer is spelled differently; nothing where all are spelled alike."""
     if len({problem.answer for problem in problems}) < 2:
         return []
+    order = [problems[position] for position in permutation(len(problems), 0)]
     pairs = []
     for position, problem in enumerate(problems):
         turned = order[position:] + order[:position]
