@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Tests at the same time.
 TEST_JOBS ?= 2
 
-.PHONY: demo study chromium test test-plain test-vllm bench lint format clean setup
+.PHONY: demo study chromium test test-plain test-vllm golden bench lint format clean setup
 
 demo: $(VENV)/.report
 	$(BIN)/hacrl demo
@@ -33,6 +33,11 @@ SAME_TESTS := $(addprefix tests/,agents/test_damaged.py agents/test_gguf.py roll
 test-plain: $(VENV)/.dev
 	HACRL_TEST_PLAIN=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(addprefix --ignore=,$(SAME_TESTS)) \
 		tests/agents tests/learners tests/rollouts tests/integration
+
+# Do runs still compute what they did, to the bit? Records them if .golden/ is empty, else repeats and compares them.
+# RECORD=1: record anew. RUNS="demo ray": only these. SOURCE=FOLDER: run the code of another source tree.
+golden: $(VENV)/.dev
+	$(BIN)/python tests/golden/golden.py $(if $(RECORD),--record) $(if $(SOURCE),--source $(SOURCE)) $(RUNS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

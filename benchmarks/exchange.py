@@ -146,14 +146,15 @@ def demo_bytes(folder: Path) -> dict[str, float]:
     """Of a real step of the demo, as Ray's executor sends it."""
     from hacrl.config import RunConfig
     from hacrl.execution.local import LocalExecutor
-    from hacrl.learners.learner import LearnResult, Lesson
+    from hacrl.learners.learner import LearnResult
+    from hacrl.learners.minibatch import Lesson
 
     seen: list[tuple[list[Lesson], list[LearnResult]]] = []
 
     class Recording(LocalExecutor):
         def learn(self, lessons: Any) -> Any:
             results = super().learn(lessons)
-            seen.append((lessons, results))
+            seen.append((lessons, [result.value for result in results]))
             return results
 
     config = RunConfig.load("demo", ["algorithm.name=hacpo", "task.eval_size=1", f"output_dir={folder}/demo"])
@@ -302,7 +303,7 @@ def look_share() -> float:
     agent = forced_agent("zoo:llama-plus", prompts=32, generations=8, tokens=24)
     problems = problems_for(agent, 32)
     rollouts = agent.sample(problems, 0, 0)
-    texts = [agent.prompt_ids(problems[r.prompt_index]) for r in rollouts], [r.token_ids for r in rollouts]
+    texts = [agent.reader.prompt_ids(problems[r.prompt_index]) for r in rollouts], [r.token_ids for r in rollouts]
 
     def gradient() -> None:
         with agent.learner.policy.driven():
@@ -323,13 +324,14 @@ class ReadyMade:
 
     def __init__(self, config: Any, setting: Setting) -> None:
         self.config, self.setting = config, setting
-        self.seconds = [0.0] * len(config.agents)
         self.peak_memory: list[float | None] = [None] * len(config.agents)
         self.made = 0.0
         """Seconds that went into making rollouts and results."""
         (self.model,) = rollouts_of(setting, 1)
 
     def sample(self, problems: Any, step: int, sampling_round: int) -> Any:
+        from hacrl.execution.executor import Timed
+
         start = time.process_time()
         rollouts = [
             [
@@ -343,11 +345,12 @@ class ReadyMade:
             for k in range(len(self.config.agents))
         ]  # fmt: skip
         self.made += time.process_time() - start
-        return rollouts
+        return [Timed(own, 0.0) for own in rollouts]
 
     def learn(self, lessons: Any) -> Any:
         import numpy as np
 
+        from hacrl.execution.executor import Timed
         from hacrl.learners.learner import LearnResult
 
         start = time.process_time()
@@ -358,9 +361,10 @@ class ReadyMade:
             records = {name: np.full(size, 0.5) for name in names}
             records |= {"row": np.arange(size), "advantage": lesson.advantage_N.numpy(), "kept": np.ones(size, bool)}
             records |= {"lower": np.full(size, 0.8), "upper": np.ones(size)}
-            results.append(LearnResult(records, {"updates": 4, "tokens_trained": 0, "nonfinite_updates": 0}))
+            counts = {"updates": 4, "tokens_trained": 0, "tokens_forward": 0, "nonfinite_updates": 0}
+            results.append(LearnResult(records, counts))
         self.made += time.process_time() - start
-        return results
+        return [Timed(result, 0.0) for result in results]
 
 
 class Nobody:

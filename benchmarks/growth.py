@@ -70,7 +70,7 @@ def step(options: argparse.Namespace, completions: int = 8, length: int = 32, ag
 
     from hacrl.config import RunConfig
     from hacrl.execution.local import LocalExecutor
-    from hacrl.learners.learner import Lesson
+    from hacrl.learners.minibatch import Lesson
 
     names = AGENTS[:agents]
     config = RunConfig.from_dict(
@@ -90,7 +90,7 @@ def step(options: argparse.Namespace, completions: int = 8, length: int = 32, ag
     )
     executor = LocalExecutor(config)
     for agent in executor.agents:
-        agent.engine.stop_ids = [-1]  # type: ignore[attr-defined]
+        agent.source.engine.stop_ids = [-1]  # type: ignore[attr-defined]
     problems = problems_for(executor.agents[0], options.prompts)
     omega_KK = torch.ones(agents, agents, dtype=torch.float64)
     times = []

@@ -19,7 +19,7 @@ from rich.table import Table
 from hacrl.agents.agent import Agent
 from hacrl.config import RunConfig
 from hacrl.execution.memory import keep_freed_memory
-from hacrl.learners.learner import Lesson
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import permutation
 from hacrl.tasks.problem import Problem
@@ -46,7 +46,7 @@ def forced_agent(model: str, *, prompts: int, generations: int, tokens: int, upd
     config = RunConfig.from_dict({**settings, **changes})
     keep_freed_memory()
     agent = Agent(config.agents[0], 0, config.algorithm, seed=0)
-    agent.engine.stop_ids = [-1]  # type: ignore[attr-defined]
+    agent.source.engine.stop_ids = [-1]  # type: ignore[attr-defined]
     return agent
 
 

@@ -23,7 +23,8 @@ from hacrl.terminal import Terminal
 from hacrl.training.checkpoint import complete_checkpoints, refuse_damaged_model, step_of
 from hacrl.training.exchange import check_exchange
 from hacrl.training.run_dir import RunDir, refuse_changes
-from hacrl.training.trainer import Trainer, Watcher
+from hacrl.training.trainer import Trainer
+from hacrl.training.watcher import Watcher
 
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),

@@ -58,20 +58,20 @@ def test_the_end_of_turn_is_what_the_chat_template_closes_a_turn_with(model_dir:
     edit(model_dir / "generation_config.json", eos_token_id=listed)
     (model_dir / "chat_template.jinja").write_text(CLOSED_BY_PAD)
     agent = make_agent(model_dir)
-    assert agent.stop_ids == [PAD, EOS]
-    assert agent.retokenizer.end_of_turn == PAD
+    assert agent.reader.stop_ids == [PAD, EOS]
+    assert agent.reader.retokenizer.end_of_turn == PAD
 
 
 @pytest.mark.parametrize("listed", [[EOS, PAD], [PAD, EOS]])
 def test_without_a_chat_template_the_end_of_turn_is_the_tokenizers_eos(model_dir: Path, listed: list[int]) -> None:
     edit(model_dir / "generation_config.json", eos_token_id=listed)
     (model_dir / "chat_template.jinja").unlink()
-    assert make_agent(model_dir).stop_ids == [EOS, PAD]
+    assert make_agent(model_dir).reader.stop_ids == [EOS, PAD]
 
 
 def test_a_chat_template_that_closes_with_no_end_token_changes_nothing(model_dir: Path) -> None:
     edit(model_dir / "generation_config.json", eos_token_id=[PAD, EOS])
-    assert make_agent(model_dir).stop_ids == [EOS, PAD]
+    assert make_agent(model_dir).reader.stop_ids == [EOS, PAD]
 
 
 def test_a_model_without_any_end_of_turn_is_refused(model_dir: Path) -> None:
@@ -138,7 +138,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_a_warning(
     agent.check_prompts([Problem("known", "1+2=", "3"), Problem("unknown", "1 apple", "1")])
     (record,) = caplog.records
     assert re.fullmatch("Agent a: prompts have characters .* does not know. .* of unknown.", record.getMessage())
-    agent.tokenizer.unk_token = agent.tokenizer.bos_token  # which begins every prompt
+    agent.reader.tokenizer.unk_token = agent.reader.tokenizer.bos_token  # which begins every prompt
     agent.check_prompts([Problem("known", "1+2=", "3")])
     assert len(caplog.records) == 1
 
@@ -242,9 +242,9 @@ def test_system_prompt_and_template_options_reach_the_chat_template(
 ) -> None:
     (model_dir / "chat_template.jinja").write_text(TELLING)
     agent = make_agent(model_dir, **settings)
-    assert agent.tokenizer.decode(agent.render(prompt)) == text
+    assert agent.reader.tokenizer.decode(agent.reader.render(prompt)) == text
     if isinstance(prompt, str):
-        assert agent.render([{"role": "user", "content": prompt}]) == agent.render(prompt)
+        assert agent.reader.render([{"role": "user", "content": prompt}]) == agent.reader.render(prompt)
 
 
 @pytest.mark.parametrize("with_template", [True, False])
@@ -257,25 +257,25 @@ def test_bos_appears_once_where_the_tokenizer_adds_it_too(model_dir: Path, with_
     if not with_template:
         (model_dir / "chat_template.jinja").unlink()
     agent = make_agent(model_dir)
-    assert agent.tokenizer.encode("1") == [BOS, 5]
-    assert agent.render("1+2=") == [BOS, 5, 14, 6, 16]
+    assert agent.reader.tokenizer.encode("1") == [BOS, 5]
+    assert agent.reader.render("1+2=") == [BOS, 5, 14, 6, 16]
 
 
 def test_messages_and_system_prompts_need_a_chat_template(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"agents\.a: .* cannot be given chat messages"):
-        make_agent(model_dir).render([{"role": "user", "content": "1+2="}])
+        make_agent(model_dir).reader.render([{"role": "user", "content": "1+2="}])
     with pytest.raises(UserError, match=r"agents\.a: .* cannot be given a system_prompt"):
-        make_agent(model_dir, system_prompt="77").render("1+2=")
+        make_agent(model_dir, system_prompt="77").reader.render("1+2=")
 
 
 def test_a_prompt_suffix_needs_no_chat_template_but_a_message_of_the_user(model_dir: Path) -> None:
     agent = make_agent(model_dir, prompt_suffix="+3=")
     with pytest.raises(UserError, match=r"agents\.a\.prompt_suffix: .* no message of the user .* only of system, tool"):
-        agent.render([{"role": "system", "content": "1"}, {"role": "tool", "content": "2"}])
+        agent.reader.render([{"role": "system", "content": "1"}, {"role": "tool", "content": "2"}])
     (model_dir / "chat_template.jinja").unlink()
     plain = make_agent(model_dir)
-    assert make_agent(model_dir, prompt_suffix="+3=").render("1+2") == plain.render("1+2+3=")
+    assert make_agent(model_dir, prompt_suffix="+3=").reader.render("1+2") == plain.reader.render("1+2+3=")
 
 
 def test_what_is_asked_in_training_ends_with_the_prompt_suffix(make_config: MakeConfig, tmp_path: Path) -> None:

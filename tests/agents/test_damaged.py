@@ -301,7 +301,7 @@ def test_a_generation_config_that_cannot_be_saved_keeps_its_tokens(
     edit("generation_config.json", **settings)(folder)
     agent = make_agent(folder)
     agent.save(tmp_path / "saved", tmp_path / "state.pt")
-    assert make_agent(tmp_path / "saved").stop_ids == agent.stop_ids
+    assert make_agent(tmp_path / "saved").reader.stop_ids == agent.reader.stop_ids
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: Path, make_config: MakeConfig) -> None:
@@ -341,14 +341,14 @@ def test_whose_logits_are_not_finite_is_told(folder: Path) -> None:
 
 def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(folder: Path) -> None:
     agent = make_agent(folder, max_prompt_length=7)
-    ids = agent.render("1+2=" * 250_000)
+    ids = agent.reader.render("1+2=" * 250_000)
     assert isinstance(ids, Beginning)
     assert 7 < len(ids) < 10_000
     told = rf"The prompt of long has more than {len(ids)} tokens for agent ann, more than max_prompt_length \(7\)\. Sh"
     with pytest.raises(UserError, match=told):
         agent.check_prompts([Problem("short", "1+2=" * 50, "3"), Problem("long", "1+2=" * 250_000, "3")])
     with pytest.raises(UserError, match=told):
-        agent.prompt_ids(Problem("long", "1+2=" * 250_000, "3"))
+        agent.reader.prompt_ids(Problem("long", "1+2=" * 250_000, "3"))
     with pytest.raises(UserError, match=r"has 201 tokens for agent ann, .* set it to 201 or more"):
         agent.check_prompts([Problem("short", "1+2=" * 50, "3")])
 

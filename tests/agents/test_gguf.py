@@ -138,8 +138,8 @@ def test_an_agent_samples_and_ends_its_turns(tmp_path: Path, make_config: MakeCo
     limits = {"max_prompt_length": 128, "max_completion_length": 200}
     config = make_config(agents=[{"id": "a", "model": str(folder)}], algorithm={"name": "gspo"}, **limits)
     agent = Agent(config.agents[0], 0, config.algorithm, seed=0)
-    assert agent.stop_ids == [END, END_OF_TEXT]
-    assert agent.tokenizer.decode(agent.render("1+1=")) == (
+    assert agent.reader.stop_ids == [END, END_OF_TEXT]
+    assert agent.reader.tokenizer.decode(agent.reader.render("1+1=")) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     )
     rollouts = agent.sample([Problem(id="p", prompt="1+1=", answer="2")], step=1, sampling_round=0)

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from conftest import FAST, MakeConfig
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
-from hacrl.agents.sharded import ShardedAgent
+from hacrl.agents.processes import ShardedAgent
 from hacrl.algorithms import HACPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
-from hacrl.learners.learner import Lesson
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.run import resumed_config, train
 from hacrl.tasks.arithmetic import ArithmeticTask

@@ -41,7 +41,7 @@ class RecordingExecutor(LocalExecutor):
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
         rollouts = super().sample(problems, step, sampling_round)
-        self.recorded.append(copy.deepcopy(rollouts))
+        self.recorded.append([copy.deepcopy(own.value) for own in rollouts])
         return rollouts
 
 

@@ -19,7 +19,7 @@ def test_an_agent_keeps_its_threads_whatever_another_one_does(
     monkeypatch.setattr(local, "THREADS", 4)
     working, asked = threading.Event(), threading.Event()
 
-    def work(item: int) -> int:
+    def work(item: int, counts: bool) -> int:
         working.set()
         assert asked.wait(60)
         return torch.get_num_threads()
@@ -33,8 +33,8 @@ def test_an_agent_keeps_its_threads_whatever_another_one_does(
 
     try:
         executor = LocalExecutor(make_config())
-        monkeypatch.setattr(executor.agents[0], "answer", lambda *_: side_by_side(work, [0, 1], 2))
+        monkeypatch.setattr(executor.agents[0], "answer", lambda *_: side_by_side(work, [(0, True), (1, True)], 2))
         monkeypatch.setattr(executor.agents[1], "answer", ask)
-        assert executor.answer([]) == [[1, 1], 2]
+        assert [answer.value for answer in executor.answer([])] == [[1, 1], 2]
     finally:
         torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO, Imitation
 from hacrl.config import AgentConfig
 from hacrl.learners.imitation import Imitator
-from hacrl.learners.learner import Lesson
+from hacrl.learners.minibatch import Lesson
 from hacrl.learners.supervised import Row
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask
@@ -78,9 +78,9 @@ def test_imitation_is_plain_fine_tuning_on_the_answers(restart: bool) -> None:
     result = agent.learn(lesson_of(rollouts))
     rows = agent.imitator.rows
     assert len(rows) == 24
-    assert rows[0] == Row(agent.render(PROBLEMS[0].prompt), rollouts[0].token_ids)
+    assert rows[0] == Row(agent.reader.render(PROBLEMS[0].prompt), rollouts[0].token_ids)
     assert agent.imitator.logps[-1] == pytest.approx(rollouts[-1].logp_sum / len(rows[-1].completion))
-    texts = [agent.tokenizer.decode(row.completion[:-1]) for row in rows[12:]]
+    texts = [agent.reader.tokenizer.decode(row.completion[:-1]) for row in rows[12:]]
     assert texts == [rollout.text for rollout in rollouts[12:]]
     batches = agent.imitator._batches(1)
     assert [len(batch) for batch in batches] == [8] * 6

@@ -33,7 +33,8 @@ from hacrl.config import AgentConfig
 from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import UserError
-from hacrl.learners.learner import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult
+from hacrl.learners.minibatch import Lesson
 from hacrl.learners.weights import MasterWeights
 from hacrl.rollouts.retokenize import Dropped
 from hacrl.rollouts.rollout import Rollout
@@ -127,12 +128,12 @@ def rollouts(sampled: list[list[Rollout]]) -> dict[str, list[list[Rollout]]]:
             changed = []
             for rollout, log_ratio in zip(foreign, log_ratios, strict=False):
                 try:
-                    ids = agent.retokenizer(rollout)
+                    ids = agent.reader.retokenizer(rollout)
                 except Dropped:
                     changed.append(rollout)
                     continue
                 with torch.no_grad():
-                    prompt = agent.render(rollout.prompt)
+                    prompt = agent.reader.render(rollout.prompt)
                     logp = float(logprobs_one_by_one(agent.model, prompt, ids, TEMPERATURE)[range(len(ids)), ids].sum())
                 if unit == "token":
                     mean = logp / len(ids) - log_ratio
@@ -273,7 +274,7 @@ def test_with_the_same_vocabulary_token_ratios_are_taken_token_by_token(exact: A
     other = Agent(AgentConfig(id="other", model="zoo:llama-minus", **settings), 1, algorithm, seed=0)
     agent = make_agent(algorithm)
     rollouts = [*agent.sample(PROBLEMS, step=1, sampling_round=0), *other.sample(PROBLEMS, step=1, sampling_round=0)]
-    assert {rollout.vocabulary for rollout in rollouts} == {agent.retokenizer.vocabulary}
+    assert {rollout.vocabulary for rollout in rollouts} == {agent.reader.retokenizer.vocabulary}
     check_written_out(exact(agent), dataclasses.replace(lesson_of(rollouts, [[0, 1, 2]] * 2), learning_rate=0.0))
 
 
@@ -281,7 +282,7 @@ def check_written_out(agent: Agent, lesson: Lesson) -> None:
     usable: dict[int, list[int]] = {}
     for row, rollout in enumerate(lesson.rollouts):
         try:
-            usable[row] = rollout.token_ids if rollout.source == 0 else agent.retokenizer(rollout)
+            usable[row] = rollout.token_ids if rollout.source == 0 else agent.reader.retokenizer(rollout)
         except Dropped:
             continue
     losses = [-written_out(agent, lesson, usable, update) for update in range(2)]
@@ -304,7 +305,7 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
     for row, ids in usable.items():
         rollout, advantage = lesson.rollouts[row], float(lesson.advantage_N[row])
         added_T = torch.from_numpy(lesson.token_advantages[row]) if lesson.token_advantages else 0.0
-        prompt, source = agent.render(rollout.prompt), rollout.source
+        prompt, source = agent.reader.render(rollout.prompt), rollout.source
         logp_TV = logprobs_one_by_one(agent.model, prompt, ids, TEMPERATURE)
         logp_T = logp_TV[range(len(ids)), ids]
         if algorithm.loss_type != "grpo":
@@ -317,7 +318,7 @@ def written_out(agent: Agent, lesson: Lesson, usable: dict[int, list[int]], upda
             likelier = (logp_T.detach().sum() - old_T.sum()).clamp(max=0).exp() if advantage < 0 else 1.0
             objective = objective + likelier * advantage * (logp_T - logp_T.detach()).mean().exp() / count
         elif isinstance(algorithm, RIVALS) and source:
-            same = rollout.vocabulary == agent.retokenizer.vocabulary
+            same = rollout.vocabulary == agent.reader.retokenizer.vocabulary
             spread_T = torch.full_like(logp_T, float(old_T.sum()) / len(ids)).detach()
             objective = objective + rival_term(algorithm, logp_T, old_T if same else spread_T, advantage) / count
         elif isinstance(algorithm, RobustHACPO) and source:
@@ -678,7 +679,7 @@ def test_bfloat16_samples_what_the_published_model_says(rounded: list[Rollout]) 
     assert {parameter.dtype for parameter in agent.model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in agent.model.buffers() if buffer.is_floating_point()} == {torch.float32}
     exact = make_agent(GSPO())
-    prompts = [exact.render(rollout.prompt) for rollout in rounded]
+    prompts = [exact.reader.render(rollout.prompt) for rollout in rounded]
     with torch.no_grad():
         scored = completion_logprobs(exact.model, prompts, [rollout.token_ids for rollout in rounded], TEMPERATURE, 0)
     gap = [

@@ -134,7 +134,7 @@ def test_agents_share_the_model_and_differ_in_their_adapters() -> None:
         assert own - base == set(agent.weights.weights)
         assert not any(parameter.requires_grad for parameter in base)
     assert not base & set(other.model.parameters())
-    pairs = list(zip(first.adapter.parameters, second.adapter.parameters, strict=True))
+    pairs = list(zip(first.opened.adapter.parameters, second.opened.adapter.parameters, strict=True))
     assert any(not torch.equal(one, two) for one, two in pairs)
     assert not {id(one) for one, _ in pairs} & {id(two) for _, two in pairs}
 
@@ -145,7 +145,7 @@ def test_the_start_of_adapters_is_a_function_of_seed_and_agent() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(99)
     again = make_agent()
-    for one, other in zip(first.adapter.parameters, again.adapter.parameters, strict=True):
+    for one, other in zip(first.opened.adapter.parameters, again.opened.adapter.parameters, strict=True):
         assert torch.equal(one, other)
 
 
@@ -255,7 +255,7 @@ def test_a_saved_agent_opens_with_from_pretrained_and_answers_as_it_did(run_dir:
     problems = ArithmeticTask().heldout("test", 20)
     generated = []
     for problem in problems:
-        prompt = torch.tensor([agent.prompt_ids(problem)])
+        prompt = torch.tensor([agent.reader.prompt_ids(problem)])
         output = opened.generate(prompt, do_sample=False, max_new_tokens=40, pad_token_id=tokenizer.pad_token_id)
         generated.append(tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True))
     assert agent.answer(problems) == generated
@@ -274,7 +274,9 @@ def test_bfloat16(make_config: MakeConfig) -> None:
     saved = load_file(folder / "agents" / "a" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values())
-    for name, weight, working in zip(agent.adapter.names, agent.weights.weights, agent.weights.working, strict=True):
+    for name, weight, working in zip(
+        agent.opened.adapter.names, agent.weights.weights, agent.weights.working, strict=True
+    ):
         assert torch.equal(weight, saved[name.replace(".default.", ".")])
         assert torch.equal(working, weight.bfloat16())
     if FAST:

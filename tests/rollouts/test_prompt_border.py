@@ -122,15 +122,15 @@ def test_a_learner_reads_what_the_source_wrote_behind_its_prompt(tmp_path: Path)
     source = make_agent(save_model(tmp_path / "source", tokenizers[0]), 3)
     learner = make_agent(save_model(tmp_path / "learner", tokenizers[1]), 30)
     rollouts = source.sample([problem], step=1, sampling_round=0)
-    written, read = source.render(problem.prompt), learner.render(problem.prompt)
-    assert source.retokenizer.vocabulary != learner.retokenizer.vocabulary
-    end, kept = learner.retokenizer.end_of(read), 0
+    written, read = source.reader.render(problem.prompt), learner.reader.render(problem.prompt)
+    assert source.reader.retokenizer.vocabulary != learner.reader.retokenizer.vocabulary
+    end, kept = learner.reader.retokenizer.end_of(read), 0
     for foreign in rollouts:
         content = foreign.token_ids[:-1] if foreign.ended else foreign.token_ids
         text = behind(tokenizers[0], written, content)
         assert text == foreign.lead + foreign.text
         try:
-            ids = learner.retokenizer(foreign, end)
+            ids = learner.reader.retokenizer(foreign, end)
         except Dropped:
             continue
         assert behind(tokenizers[1], read, ids[:-1] if foreign.ended else ids) == text
@@ -185,7 +185,7 @@ def test_an_open_block_is_found_at_the_end_of_a_prompt(
 ) -> None:
     config = AgentConfig(id="a", model=chat_model(tmp_path, template, block), chat_template_kwargs=kwargs, log_kl=False)
     agent = Agent(config, 0, HACPO(), seed=0)
-    assert agent.opened_block(Problem("p", "Is <think> a tag? 12+7=", "19")) == opened
+    assert agent.traits(Problem("p", "Is <think> a tag? 12+7=", "19")).opened_block == opened
 
 
 def run_pair(folder: Path, *templates: tuple[str, dict[str, Any]], algorithm: str = "hacpo") -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import FAST
 from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
-from hacrl.agents.sharded import ShardedAgent
+from hacrl.agents.processes import ShardedAgent
 from hacrl.algorithms import OPD, Reading, log_gap
 from hacrl.algorithms.spans import common_spans
 from hacrl.config import AgentConfig
@@ -52,7 +52,7 @@ def test_scores_are_those_of_transformers(source: str, reader: str, micro_batch_
     rollouts = make_agent(source, 0).sample(PROBLEMS, 1, 0)
     agent = make_agent(reader, 1, temperature=1.3, micro_batch_size=micro_batch_size)
     readings = agent.score(rollouts)
-    same = rollouts[0].vocabulary == agent.retokenizer.vocabulary
+    same = rollouts[0].vocabulary == agent.reader.retokenizer.vocabulary
     assert same == (source == "llama-plus")
     seen = 0
     for one, reading in zip(rollouts, readings, strict=True):
@@ -66,7 +66,7 @@ def test_scores_are_those_of_transformers(source: str, reader: str, micro_batch_
         if same:
             assert reading.ends is None
         else:
-            tokenizer = agent.tokenizer
+            tokenizer = agent.reader.tokenizer
             content = ids[: len(ids) - one.ended]
             ends = [len(decode(tokenizer, content[: t + 1])) for t in range(len(content))]
             assert reading.ends == ends + [len(one.text) + 1] * one.ended
@@ -113,7 +113,7 @@ def test_the_mean_difference_is_minus_the_kl_of_the_two_models() -> None:
     for one, reading in zip(rollouts, teacher.score(rollouts), strict=True):
         assert reading is not None
         gaps += log_gap(Reading(one.logps), reading)
-        prompt = learner.render(one.prompt)
+        prompt = learner.reader.render(one.prompt)
         ids = torch.tensor([[*prompt, *one.token_ids]])
         with torch.no_grad():
             own, other = (model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1) for model in plain)

@@ -33,7 +33,7 @@ def make_agent(index: int, completions: int) -> Agent:
 def gradient(agent: Agent, rollouts: list, weight_N: Tensor) -> Tensor:
     """The gradient of the weighted sum of log p / len."""
     agent.model.zero_grad()
-    prompts = [agent.render(rollout.prompt) for rollout in rollouts]
+    prompts = [agent.reader.render(rollout.prompt) for rollout in rollouts]
     for start in range(0, len(rollouts), 512):
         part = slice(start, start + 512)
         if not weight_N[part].any():
@@ -47,7 +47,7 @@ def gradient(agent: Agent, rollouts: list, weight_N: Tensor) -> Tensor:
 def log_probabilities(agent: Agent, rollouts: list) -> Tensor:
     """log p of whole answers, those included that the retokenizer would drop."""
     found = []
-    prompts = [agent.render(rollout.prompt) for rollout in rollouts]
+    prompts = [agent.reader.render(rollout.prompt) for rollout in rollouts]
     with torch.no_grad():
         for start in range(0, len(rollouts), 512):
             part = slice(start, start + 512)

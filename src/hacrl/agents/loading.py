@@ -19,6 +19,7 @@ from hacrl.learners.lora import CONFIG_FILE, Adapter, base_model, merged, read_o
 from hacrl.learners.weights import cast_parameters
 from hacrl.opening import AGAIN, not_loaded, opening
 from hacrl.rollouts.prompts import chat_text, check_template
+from hacrl.rollouts.reader import Limits
 from hacrl.rollouts.retokenize import readable_ids
 
 disable_progress_bar()
@@ -367,3 +368,11 @@ def count_parameters(config: AgentConfig) -> tuple[int, int]:
         adapters = [] if config.lora is None else Adapter(model, config, config.model, seed=0).parameters
     trained = sum(parameter.numel() for parameter in adapters) if adapters else parameters
     return parameters, trained
+
+
+def limits_of(model: Any, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> tuple[list[int], Limits]:
+    """What ends a turn, and what a model can read; UserError if it does not fit its tokenizer."""
+    check_vocabulary(model, tokenizer, agent_id)
+    positions = positions_of(model.config)
+    looks_up = positions is not None and looks_positions_up(model, positions)
+    return end_of_turn_ids(model, tokenizer, agent_id), Limits(vocabulary_of(model), positions, looks_up)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import starmap
 from typing import TypeVar
 
 import torch
@@ -26,14 +27,16 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """The results in order. Each worker is one thread that uses one thread of torch."""
+def side_by_side(
+    work: Callable[[Item, bool], Result], items: Sequence[tuple[Item, bool]], workers: int
+) -> list[Result]:
+    """The results of all items in order. Each worker is one thread that uses one thread of torch."""
     workers = min(workers, len(items))
     if workers <= 1:
-        return [work(item) for item in items]
+        return list(starmap(work, items))
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(workers, initializer=use_threads, initargs=(1,)) as pool:
-            return list(pool.map(work, items))
+            return list(pool.map(work, *zip(*items, strict=True)))
     finally:
         torch.set_num_threads(threads)  # a part of the setting is common to all threads

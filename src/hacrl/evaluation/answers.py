@@ -8,19 +8,16 @@ from functools import cache, cached_property
 from typing import Any
 
 from hacrl.agents import loading
-from hacrl.agents.agent import vllm_of
+from hacrl.agents.model import AgentModel
 from hacrl.config import AgentConfig
-from hacrl.decoder.policy import Policy, naming
+from hacrl.decoder.policy import naming
 from hacrl.errors import UserError, warn
 from hacrl.evaluation.figures import Line
-from hacrl.learners.lora import Adapter
-from hacrl.learners.weights import cast_parameters
-from hacrl.rollouts.engine import Engine, SamplingParams
-from hacrl.rollouts.engines import engine_of
+from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.rollouts.retokenize import decode
 from hacrl.rollouts.rollout import Completion
-from hacrl.rollouts.vllm import VLLMEngine
+from hacrl.sources.policy import PolicySource
 from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import MathPool, Verdict, Verifier
@@ -73,23 +70,12 @@ class Answerer:
         return loading.positions_of(self.model_config) or math.inf
 
     @cached_property
-    def model(self) -> Any:
-        if self.config.lora is None or not self.as_trained:
-            model = loading.load_model(self.config)
-        else:
-            model = loading.load_base(self.config, {})
-            Adapter(model, self.config, loading.source_of(self.config), seed=0)
-        loading.check_vocabulary(model, self.tokenizer, self.config.id)
-        return model.requires_grad_(False)
-
-    @cached_property
-    def engine(self) -> Engine:
-        stop_ids = loading.end_of_turn_ids(self.model, self.tokenizer, self.config.id)
-        policy = Policy(self.model, self.config, stop_ids)
-        cast_parameters(self.model, policy.dtype)
-        if self.config.engine == "vllm" and self.as_trained:
-            return VLLMEngine(vllm_of(self.config), self.model, self.tokenizer, stop_ids, version=lambda: 0)
-        return engine_of(policy, self.tokenizer)
+    def source(self) -> PolicySource:
+        """The opened model, without gradients and without a learner."""
+        changes = {} if self.as_trained else {"lora": None, "engine": "native"}
+        opened = AgentModel(self.config.model_copy(update=changes), index=0, seed=0)
+        opened.freeze()
+        return opened.source()
 
     def answers(
         self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], score: Score, temperature: float, seed: int
@@ -107,28 +93,25 @@ class Answerer:
             room = int(min(room, self.positions - max(map(len, prompts))))
         params = SamplingParams(1, room, temperature, config.top_p, config.top_k, tuple(config.stop))
         with naming(config, updates=0):
-            return [completion for (completion,) in self.engine.sample(prompts, params, seed)]
+            return [completion for (completion,) in self.source.engine.sample(prompts, params, seed)]
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """Token ids of a problem's prompt; only a `Beginning` of them if they are far too many for the model."""
-        limit = self.config.max_prompt_length if self.as_trained else self.positions
-        ids = render(self.tokenizer, self.asked_with, problem.prompt, limit)
+        """Token ids of a problem's prompt. If it is too long, UserError as in training; on benchmarks all of them, or a
+        `Beginning` if they are far too many for the model."""
+        if self.as_trained:
+            return self.source.reader.prompt_ids(problem)
+        ids = render(self.tokenizer, self.asked_with, problem.prompt, self.positions)
         rows: int | None = getattr(self.model_config.get_text_config(), "vocab_size", None)
         if rows is not None:  # configs of published code may call it otherwise
             check_ids(ids, rows, self.tokenizer, self.config)
-        if self.as_trained and len(ids) > limit:
-            length = f"more than {len(ids)}" if isinstance(ids, Beginning) else len(ids)
-            raise UserError(
-                f"The prompt of {problem.id} has {length} tokens for agent {self.config.id}, more than "
-                f"max_prompt_length ({limit}). Raise it in the config, or remove the problem from the data."
-            )
         return ids
 
     @cached_property
     def asked_with(self) -> AgentConfig:
-        """The settings for prompts. Base models have no chat template, and some templates know no system role."""
+        """The settings for prompts of benchmarks: base models have no chat template, and some templates know no system
+        role."""
         config = self.config
-        if self.as_trained or not config.system_prompt:
+        if not config.system_prompt:
             return config
         end = "" if self.tokenizer.chat_template else "\n"
         try:

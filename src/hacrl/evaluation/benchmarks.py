@@ -335,7 +335,7 @@ class Evaluation:
         done = {start for start, places in batches.items() if lines.keys() >= set(places)}
         kept = {place for start in done for place in batches[start]}
         lines = {place: line for place, line in lines.items() if place in kept}
-        _ = job.answerer.engine  # a model that cannot be loaded leaves nothing behind
+        _ = job.answerer.source  # a model that cannot be loaded leaves nothing behind
         self.folder.add(job)
         path.parent.mkdir(exist_ok=True)
         wrong = [answer_line(problems[name], "", NO_ROOM, 0, Verdict(0.0)) for name, _ in without_room]

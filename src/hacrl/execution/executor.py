@@ -1,15 +1,20 @@
 """What the trainer asks of whoever runs the agents, in this process or elsewhere."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
-from hacrl.agents.agent import Traits
 from hacrl.algorithms import Reading
 from hacrl.errors import UserError
-from hacrl.learners.learner import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult
+from hacrl.learners.minibatch import Lesson
+from hacrl.rollouts.reader import Traits
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
+
+Answer = TypeVar("Answer")
 
 
 class AgentLost(UserError):
@@ -21,49 +26,66 @@ def files_of(checkpoint: Path, agent_id: str) -> tuple[Path, Path]:
     return checkpoint / "agents" / agent_id, checkpoint / "state" / f"{agent_id}.pt"
 
 
-class Executor(Protocol):
-    """Answers of sample, score, learn and answer are lists with one entry for each agent."""
+@dataclass(frozen=True)
+class Timed(Generic[Answer]):
+    """An agent's answer, and how long it took."""
 
-    seconds: list[float]
-    """How long each agent took for the last call."""
+    value: Answer
+    seconds: float
+
+
+class Executor(ABC):
+    """Asks the agents. Answers are lists with one entry for each agent."""
+
     peak_memory: list[float | None]
     """GiB of GPU memory, the largest so far while each agent worked; None on a CPU, which agents share."""
 
-    def check_prompts(self, problems: Sequence[Problem]) -> None: ...
+    @abstractmethod
+    def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
+        """Call a method of every agent, with the same arguments and then with the agent's own."""
+
+    def check_prompts(self, problems: Sequence[Problem]) -> None:
+        self.ask("check_prompts", problems)
+
     def traits(self, problem: Problem) -> list[Traits]:
         """How each agent reads and writes text; the problem is one of the run's."""
-        ...
+        return [answer.value for answer in self.ask("traits", problem)]
 
-    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]: ...
-    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[list[Reading | None]]:
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Timed[list[Rollout]]]:
+        return self.ask("sample", problems, step, sampling_round)
+
+    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[Timed[list[Reading | None]]]:
         """What each agent says of the rollouts that it is asked about, as `Agent.score`."""
-        ...
+        return self.ask("score", each=requests)
 
-    def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]: ...
+    def learn(self, lessons: Sequence[Lesson]) -> list[Timed[LearnResult]]:
+        return self.ask("learn", each=lessons)
+
+    @abstractmethod
     def sample_and_learn(
         self,
         problems: Sequence[Problem],
         step: int,
         lessons: Sequence[Lesson],
-        on_sampled: Callable[[list[list[Rollout]]], None],
-    ) -> list[LearnResult]:
+        on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
+    ) -> list[Timed[LearnResult]]:
         """Every agent samples for `step`, then learns from its lesson of the step before, whatever others do.
 
-        `on_sampled` gets all rollouts as soon as they are there, while agents learn. `seconds` are those of sampling
-        then, and those of learning at the end.
+        `on_sampled` gets all rollouts as soon as they are there, while agents learn.
         """
-        ...
 
-    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[list[str]]:
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[Timed[list[str]]]:
         """Greedy answers of each agent, or answers sampled as in training."""
-        ...
+        return self.ask("answer", problems, sampled)
 
+    @abstractmethod
     def save(self, folder: Path) -> None: ...
+    @abstractmethod
     def load(self, folder: Path) -> None: ...
+    @abstractmethod
     def run_peak_memory(self) -> float:
         """GiB of all agents together."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End what was started for the agents."""
-        ...

@@ -3,31 +3,30 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
-from hacrl.agents.agent import Agent, Traits
+from hacrl.agents.agent import Agent
 from hacrl.agents.loading import Bases
-from hacrl.agents.sharded import ShardedAgent
-from hacrl.algorithms import Reading
+from hacrl.agents.processes import ShardedAgent
 from hacrl.config import RunConfig
 from hacrl.decoder.parallel import use_threads
-from hacrl.execution.executor import files_of
+from hacrl.execution.executor import Executor, Timed, files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
-from hacrl.learners.learner import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
-T = TypeVar("T")
 AnyAgent = Agent | ShardedAgent
 
 THREADS = torch.get_num_threads()
 """Before the agents of a run share them: a second run in this process starts from as many."""
 
 
-class LocalExecutor:
-    """Runs what the trainer asks of the agents. `seconds` holds how long each agent took for the last call."""
+class LocalExecutor(Executor):
+    """Runs what the trainer asks of the agents."""
 
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
         """`on_agent` is told which agent starts (True) or ends (False) its part of a call."""
@@ -39,7 +38,6 @@ class LocalExecutor:
                 self.agents.append(ShardedAgent(agent, index, config.algorithm, config.seed, config.trace))
             else:
                 self.agents.append(Agent(agent, index, config.algorithm, config.seed, config.trace, bases))
-        self.seconds = [0.0] * len(self.agents)
         self.peak_memory: list[float | None] = [None] * len(self.agents)
         keep_freed_memory()
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
@@ -52,43 +50,35 @@ class LocalExecutor:
         for agent in self.agents:
             agent.check_prompts(problems)
 
-    def traits(self, problem: Problem) -> list[Traits]:
-        return [agent.traits(problem) for agent in self.agents]
+    def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
+        def work(agent: AnyAgent) -> Timed[Any]:
+            own = () if each is None else (each[agent.index],)
+            return self._timed(agent, call, *common, *own)
 
-    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
-        return self._each(lambda agent: agent.sample(problems, step, sampling_round))
-
-    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[list[Reading | None]]:
-        return self._each(lambda agent: agent.score(requests[agent.index]))
-
-    def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
-        return self._each(lambda agent: agent.learn(lessons[agent.index]))
+        with self._pool() as pool:
+            return list(pool.map(work, self.agents))
 
     def sample_and_learn(
         self,
         problems: Sequence[Problem],
         step: int,
         lessons: Sequence[Lesson],
-        on_sampled: Callable[[list[list[Rollout]]], None],
-    ) -> list[LearnResult]:
-        sampled: list[Future[tuple[list[Rollout], float]]] = [Future() for _ in self.agents]
+        on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
+    ) -> list[Timed[LearnResult]]:
+        sampled: list[Future[Timed[list[Rollout]]]] = [Future() for _ in self.agents]
 
-        def work(agent: AnyAgent) -> tuple[LearnResult, float]:
+        def work(agent: AnyAgent) -> Timed[LearnResult]:
             try:
-                sampled[agent.index].set_result(self._timed(agent, lambda agent: agent.sample_ahead(problems, step)))
+                sampled[agent.index].set_result(self._timed(agent, "sample_ahead", problems, step))
             except BaseException as error:
                 sampled[agent.index].set_exception(error)
                 raise
-            return self._timed(agent, lambda agent: agent.learn(lessons[agent.index]))
+            return self._timed(agent, "learn", lessons[agent.index])
 
         with self._pool() as pool:
             learning = [pool.submit(work, agent) for agent in self.agents]
-            rollouts = self._note_seconds([future.result() for future in sampled])
-            on_sampled(rollouts)
-            return self._note_seconds([future.result() for future in learning])
-
-    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[list[str]]:
-        return self._each(lambda agent: agent.answer(problems, sampled))
+            on_sampled([future.result() for future in sampled])
+            return [future.result() for future in learning]
 
     def save(self, folder: Path) -> None:
         for agent in self.agents:
@@ -115,18 +105,10 @@ class LocalExecutor:
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.workers, initializer=use_threads, initargs=(self.threads,))
 
-    def _each(self, work: Callable[[AnyAgent], T]) -> list[T]:
-        with self._pool() as pool:
-            return self._note_seconds(list(pool.map(lambda agent: self._timed(agent, work), self.agents)))
-
-    def _note_seconds(self, timed: list[tuple[T, float]]) -> list[T]:
-        self.seconds = [seconds for _, seconds in timed]
-        return [result for result, _ in timed]
-
-    def _timed(self, agent: AnyAgent, work: Callable[[AnyAgent], T]) -> tuple[T, float]:
+    def _timed(self, agent: AnyAgent, call: str, *args: Any) -> Timed[Any]:
         self.on_agent(agent.config.id, True)
-        result, seconds, peak = measured(agent.device, lambda: work(agent))
+        result, seconds, peak = measured(agent.device, lambda: getattr(agent, call)(*args))
         self.on_agent(agent.config.id, False)
         if peak is not None:
             self.peak_memory[agent.index] = max(self.peak_memory[agent.index] or 0.0, peak)
-        return result, seconds
+        return Timed(result, seconds)

@@ -13,14 +13,14 @@ from typing import Any
 from uuid import uuid4
 
 from hacrl import __version__
-from hacrl.agents.agent import Traits
-from hacrl.agents.sharded import Member, joined, state_of
-from hacrl.algorithms import Reading
+from hacrl.agents.agent import state_of
+from hacrl.agents.processes import Member, joined
 from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
 from hacrl.errors import UserError, warn
-from hacrl.execution.executor import AgentLost, files_of
+from hacrl.execution.executor import AgentLost, Executor, Timed, files_of
 from hacrl.execution.memory import peak_resident_gib
-from hacrl.learners.learner import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
@@ -57,14 +57,13 @@ class Worker:
     place: tuple[str, str, int] | None = None
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """All agents work at once. Rollouts are put into Ray's object store, once for all who learn from them."""
 
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
         """`on_agent` is told which agent starts (True) or ends (False) its part of a call."""
         self.config, self.on_agent = config, on_agent or (lambda agent, busy: None)
         self.ids = [agent.id for agent in config.agents]
-        self.seconds = [0.0] * len(self.ids)
         self.peak_memory: list[float | None] = [None] * len(self.ids)
         self.resident = [0.0] * len(self.ids)
         self.workers: list[Worker] = []
@@ -205,22 +204,14 @@ class RayExecutor:
 
     # --- what the trainer asks ---------------------------------------------------------------------
 
-    def check_prompts(self, problems: Sequence[Problem]) -> None:
-        self._call("check_prompts", ray.put(problems))
-
-    def traits(self, problem: Problem) -> list[Traits]:
-        return self._call("traits", problem)
-
-    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[list[Rollout]]:
-        return self._call("sample", ray.put(problems), step, sampling_round)
-
-    def score(self, requests: Sequence[Sequence[Rollout]]) -> list[list[Reading | None]]:
-        shared = [ray.put(rollouts) for rollouts in requests]
+    def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
+        shared = [ray.put(value) if isinstance(value, list) else value for value in common]
+        own = [()] * len(self.ids) if each is None else [(ray.put(value),) for value in each]
         return self._gather(
-            "score", [worker.actor.call.remote("score", shared[worker.agent]) for worker in self.workers]
+            call, [worker.actor.call.remote(call, *shared, *own[worker.agent]) for worker in self.workers]
         )
 
-    def learn(self, lessons: Sequence[Lesson]) -> list[LearnResult]:
+    def learn(self, lessons: Sequence[Lesson]) -> list[Timed[LearnResult]]:
         packed = packed_lessons(lessons)
         return self._each("learn", lambda worker: packed[worker.agent])
 
@@ -229,16 +220,13 @@ class RayExecutor:
         problems: Sequence[Problem],
         step: int,
         lessons: Sequence[Lesson],
-        on_sampled: Callable[[list[list[Rollout]]], None],
-    ) -> list[LearnResult]:
+        on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
+    ) -> list[Timed[LearnResult]]:
         shared, packed = ray.put(problems), packed_lessons(lessons)
         sampling = [worker.actor.call.remote("sample_ahead", shared, step) for worker in self.workers]
         learning = [worker.actor.learn.remote(*packed[worker.agent]) for worker in self.workers]
         on_sampled(self._gather("sample_ahead", sampling))
         return self._gather("learn", learning)
-
-    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[list[str]]:
-        return self._call("answer", ray.put(problems), sampled)
 
     def save(self, folder: Path) -> None:
         """Agents on this node write into the folder; files of the others come here in pieces."""
@@ -280,14 +268,11 @@ class RayExecutor:
         assert worker.place is not None
         return str(folder) if worker.place[0] == self.node else None
 
-    def _call(self, name: str, *args: Any) -> list[Any]:
-        return self._gather(name, [worker.actor.call.remote(name, *args) for worker in self.workers])
-
-    def _each(self, name: str, args: Callable[[Worker], tuple[Any, ...]]) -> list[Any]:
+    def _each(self, name: str, args: Callable[[Worker], tuple[Any, ...]]) -> list[Timed[Any]]:
         asked = [getattr(worker.actor, name).remote(*args(worker)) for worker in self.workers]
         return self._gather(name, asked)
 
-    def _gather(self, name: str, asked: list[Any]) -> list[Any]:
+    def _gather(self, name: str, asked: list[Any]) -> list[Timed[Any]]:
         """Each agent's answer, from replies as they come; the first process that fails ends the wait."""
         for agent_id in self.ids:
             self.on_agent(agent_id, True)
@@ -310,14 +295,14 @@ class RayExecutor:
         answers = []
         for k, by_rank in enumerate(replies):
             parts = [by_rank[rank] for rank in sorted(by_rank)]
-            self.seconds[k] = max(reply.seconds for reply in parts)
             self.resident[k] = sum(reply.resident for reply in parts)
             peaks = [reply.peak_memory for reply in parts if reply.peak_memory is not None]
             if peaks:
                 self.peak_memory[k] = max(self.peak_memory[k] or 0.0, sum(peaks))
             for message in dict.fromkeys(message for reply in parts for message in reply.warnings):
                 warn(message)
-            answers.append(joined(name, [reply.value for reply in parts]))
+            answer = joined(name, [reply.value for reply in parts])
+            answers.append(Timed(answer, max(reply.seconds for reply in parts)))
         return answers
 
     def _get(self, worker: Worker, asked: Any) -> Any:

@@ -15,13 +15,13 @@ from ray import exceptions
 from torch import Tensor
 
 from hacrl import __version__
-from hacrl.agents.agent import vllm_of
-from hacrl.agents.sharded import Member
+from hacrl.agents.model import vllm_of
+from hacrl.agents.processes import Member
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
-from hacrl.learners.learner import Lesson
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sums, Tokens

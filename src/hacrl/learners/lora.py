@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
-from hacrl.learners.weights import MasterWeights
+from hacrl.learners.weights import Weights
 from hacrl.opening import opening
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -78,13 +78,13 @@ class Adapter:
         if base != source:
             self._read(Path(source), self.parameters)
 
-    def save(self, folder: Path, weights: MasterWeights) -> None:
+    def save(self, folder: Path, weights: Weights) -> None:
         """In PEFT's format, in float32."""
         float32 = dict(zip(self.names, weights.weights, strict=True))
         self.wrapped.save_pretrained(folder, state_dict=float32, save_embedding_layers=False)
         (folder / "README.md").unlink()  # a form to be filled in
 
-    def load(self, folder: Path, weights: MasterWeights) -> None:
+    def load(self, folder: Path, weights: Weights) -> None:
         self._read(folder, weights.weights)
         weights.publish()
 

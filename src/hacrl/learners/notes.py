@@ -1,10 +1,14 @@
 """What a learner writes down while it learns."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hacrl.algorithms import Sequences, Terms
 
 
 class Notes:
@@ -20,11 +24,12 @@ class Notes:
     def note(self, name: str, value: float | Tensor) -> None:
         self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
 
-    def add(self, other: "Notes") -> None:
-        for name, values in other.figures.items():
-            self.figures[name] += values
-        for name, columns in other.records.items():
-            self.records[name] += columns
+    def add(self, *others: "Notes") -> None:
+        for other in others:
+            for name, values in other.figures.items():
+                self.figures[name] += values
+            for name, columns in other.records.items():
+                self.records[name] += columns
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process has another device."""
@@ -44,3 +49,92 @@ class Notes:
         numbers = torch.stack(tensors).tolist() if tensors else []
         self.figures[name] = [*(value for value in values if not isinstance(value, Tensor)), *numbers]
         return [float(value) for value in self.figures[name]]
+
+    def record(self, row_N: Tensor, update: int, sequences: Sequences, terms: Terms, weight_N: Tensor) -> None:
+        """One entry for each rollout of a pass: the columns of a trace."""
+        columns = {
+            "row": row_N,
+            "update": torch.full((len(row_N),), update),
+            "num_tokens": sequences.length_N,
+            "logp_sum": sequences.logp_N,
+            "log_ratio": terms.log_ratio_N,
+            "lower": terms.lower_N,
+            "upper": terms.upper_N,
+            "kept": terms.kept_N,
+            "advantage": sequences.mean_advantage_N,
+            "omega": sequences.omega_N,
+            "weight": terms.weight_N,
+            "objective": terms.objective_N,
+            "mean_weight": weight_N,
+        }
+        for name, column in columns.items():
+            self.records[name].append(column.detach())
+
+    def logprob_gap(self) -> dict[str, float]:
+        """How far the sampler's log-probabilities are from the learner's; empty if nothing was compared."""
+        if not self.sum("gap_tokens"):
+            return {}
+        return {
+            "logprob_gap": self.sum("gap") / self.sum("gap_tokens"),
+            "logprob_gap_max": self.max("gap_max"),
+            "logprob_gap_clipped": self.sum("gap_clipped") / self.sum("gap_rollouts"),
+        }
+
+
+class StepNotes:
+    """What is written down during one step: the notes of its updates, and figures of each."""
+
+    def __init__(self, step: int, stale: bool) -> None:
+        self.step = step
+        self.stale = stale
+        """Whether there were updates since the own rollouts were sampled: the learner has changed."""
+        self.made = 0
+        self.nonfinite = 0
+        self.objectives: list[float] = []
+        """Objective of each update made so far."""
+        self._notes = Notes()
+        self._gradients: defaultdict[str, list[float]] = defaultdict(list)
+
+    @property
+    def first(self) -> bool:
+        """Whether the weights are still those at the start of the step."""
+        return self.made == 0 and self.nonfinite == 0
+
+    def add(self, notes: Notes) -> None:
+        self._notes.add(notes)
+
+    def note_update(self, objective: float, total: float, parts: dict[str, float]) -> None:
+        """Note an update: norms of the gradient, of its own and its foreign part, and the angle between them."""
+        self.objectives.append(objective)
+        self.made += 1
+        self._gradients["grad_norm"].append(total)
+        for name, norm in parts.items():
+            self._gradients[f"grad_norm_{name}"].append(norm)
+        if len(parts) == 2 and min(parts.values()) > 0:
+            own, foreign = parts["own"], parts["foreign"]
+            # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
+            cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)
+            self._gradients["grad_cosine"].append(min(max(cosine, -1.0), 1.0))
+
+    def records(self) -> dict[str, np.ndarray]:
+        """One entry for each rollout and update, as columns."""
+        return {name: torch.cat(parts).cpu().numpy() for name, parts in self._notes.records.items()}
+
+    def metrics(self) -> dict[str, float]:
+        notes = self._notes
+        metrics = {
+            "updates": self.made,
+            "nonfinite_updates": self.nonfinite,
+            "tokens_trained": notes.sum("tokens"),
+            "tokens_forward": notes.sum("forward"),
+            "loss": -float(np.mean(self.objectives)) if self.objectives else math.nan if self.nonfinite else 0.0,
+        }
+        for name, figure, count in (
+            ("entropy", "entropy", "entropy_tokens"),
+            ("sampler_ratio", "sampler_ratio", "sampler_ratios"),
+            ("kl", "kl", "kl_rollouts"),
+        ):
+            if notes.sum(count):
+                metrics[name] = notes.sum(figure) / notes.sum(count)
+        metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}
+        return metrics | notes.logprob_gap()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,20 +11,30 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
+class Sliceable(Protocol):
+    """A list, or something that is cut like one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Self: ...
+
+
+Batch = TypeVar("Batch", bound=Sliceable)
+
+
 @dataclass(frozen=True)
-class Team:
-    """What a member of the team must know to work in step with the others; for a team of one there is nothing to do."""
+class Ranks:
+    """What one of an agent's processes must know to work in step with the others; for a single one, nothing."""
 
     rank: int = 0
     size: int = 1
 
-    def share(self, batch: list[T]) -> tuple[list[T], bool]:
-        """This member's items of a pass, and whether they count: no member may leave a pass out."""
+    def share(self, batch: Batch) -> tuple[Batch, bool]:
+        """This rank's items of a pass, and whether they count: no rank may leave a pass out."""
         own = batch[self.rank :: self.size]
         return (own, True) if own else (batch[:1], False)
 
     def gather(self, own: list[T]) -> list[T]:
-        """Everybody's items, first those of the first member."""
+        """The items of all ranks, first those of the first."""
         if self.size == 1:
             return own
         parts: list[list[T]] = [[] for _ in range(self.size)]
@@ -35,7 +45,7 @@ class Team:
         return min(self.gather([own]))
 
     def norm(self, parts: Sequence[Tensor]) -> Tensor:
-        """The norm of tensors of which each member has a part."""
+        """The norm of tensors of which each rank has a part."""
         own = nn.utils.get_total_norm(parts)
         if self.size == 1:
             return own
@@ -44,11 +54,14 @@ class Team:
         return total.sqrt().to(own.dtype)
 
 
-def join_team(rank: int, size: int, meeting_point: str, device: torch.device) -> Team:
-    """Meet the other members, for example at file:///some/new/file or tcp://HOST:PORT."""
+ALONE = Ranks()
+
+
+def join_ranks(rank: int, size: int, meeting_point: str, device: torch.device) -> Ranks:
+    """Meet the other ranks, for example at file:///some/new/file or tcp://HOST:PORT."""
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=meeting_point, rank=rank, world_size=size)
-    return Team(rank, size)
+    return Ranks(rank, size)

@@ -34,12 +34,11 @@ class SupervisedLearner:
             loss = self._nll(batch) / tokens
             return loss, loss.detach()
 
-        def attempt() -> float:
-            with self.policy.driven():
-                return float(torch.stack(learner.add_gradients(self._batches(rows), loss_of)).sum())
-
-        loss = learner.within_memory(attempt, step)
-        norm = learner.team.norm(learner.weights.gradients)
+        with self.policy.driven():
+            for attempt in learner.attempts(step):
+                with attempt:
+                    loss = float(torch.stack(learner.add_gradients(self._batches(rows), loss_of)).sum())
+        norm = learner.ranks.norm(learner.weights.gradients)
         metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate, "tokens_trained": tokens}
         made = learner.apply(norm, math.isfinite(loss), step)
         return {**metrics, "nonfinite_updates": 0 if made else 1}

@@ -11,12 +11,10 @@ from hacrl.config import AgentConfig
 from hacrl.decoder.parallel import side_by_side
 from hacrl.decoder.policy import Policy
 from hacrl.errors import TrainingDiverged, UserError, lack_of_memory, warn
-from hacrl.learners.ranks import Team
-from hacrl.learners.weights import MasterWeights
+from hacrl.learners.ranks import ALONE, Batch, Ranks
+from hacrl.learners.weights import Weights
 
 MAX_NONFINITE_IN_A_ROW = 3
-
-ALONE = Team()
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,8 +23,8 @@ Result = TypeVar("Result")
 class Updater:
     """The weights of one agent with their optimizer. What is learned from comes in items: rollouts, or written rows."""
 
-    def __init__(self, config: AgentConfig, weights: MasterWeights, policy: Policy, team: Team = ALONE) -> None:
-        self.config, self.weights, self.policy, self.team = config, weights, policy, team
+    def __init__(self, config: AgentConfig, weights: Weights, policy: Policy, ranks: Ranks = ALONE) -> None:
+        self.config, self.weights, self.policy, self.ranks = config, weights, policy, ranks
         self.micro_batch_size = config.micro_batch_size
         self.batch_tokens = 0
         """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
@@ -48,7 +46,7 @@ class Updater:
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         """The items of one pass each; `tokens` is what each adds to a pass that has those before it."""
         if not self.batch_tokens:  # this also decides whether activations are kept
-            self.batch_tokens = self.team.least(self.policy.choose_batch_tokens())
+            self.batch_tokens = self.ranks.least(self.policy.choose_batch_tokens())
         size = self.micro_batch_size
         if size is not None:
             yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
@@ -68,31 +66,27 @@ class Updater:
         if batch:
             yield batch
 
-    def passes(self, batches: Iterable[list[Item]], work: Callable[[list[Item], bool], Result]) -> list[Result]:
+    def passes(self, batches: Iterable[Batch], work: Callable[[Batch, bool], Result]) -> list[Result]:
         """Work on one batch after the other. Of an agent in several processes, each takes its share of each batch,
         and all get all results; `work` is told whether its share counts.
         """
-        shares = [self.team.share(batch) for batch in batches]
-        return self.team.gather(side_by_side(lambda share: work(*share), shares, self.policy.workers))
+        shares = [self.ranks.share(batch) for batch in batches]
+        return self.ranks.gather(side_by_side(work, shares, self.policy.workers))
 
     def add_gradients(
-        self, batches: Iterable[list[Item]], loss_of: Callable[[list[Item]], tuple[Tensor, Result]]
+        self, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[Tensor, Result]]
     ) -> list[Result]:
         """Add the gradient of each batch's loss; what `loss_of` has to say besides."""
         weights, workers = self.weights, self.policy.workers
 
-        def work(batch: list[Item], counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
+        def work(batch: Batch, counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
             """One pass. Workers side by side must not add to the same tensors, nor in an order of chance."""
             loss, said = loss_of(batch)
-            if not counts:
-                (0 * loss).backward()
-                weights.collect()
-                return None, None
-            if workers == 1:
-                loss.backward()
-                weights.collect()
-                return said, None
-            return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
+            if counts and workers > 1:
+                return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
+            (loss if counts else 0 * loss).backward()
+            weights.collect()
+            return (said if counts else None), None
 
         results = []
         for said, gradients in self.passes(batches, work):
@@ -104,23 +98,25 @@ class Updater:
                 weights.collect()
         return results
 
-    def within_memory(self, attempt: Callable[[], Result], step: int) -> Result:
-        """Leave gradients in the weights, in smaller batches after running out of memory."""
+    def attempts(self, step: int) -> Iterator["Attempt"]:
+        """Try something until it fits into memory, with smaller batches each time; gradients are 0 before each.
+
+        for attempt in self.attempts(step):
+            with attempt: ...
+        """
         while True:
             self.weights.zero_grad()
-            try:
-                return attempt()
-            except torch.OutOfMemoryError:
-                done = self.make_batches_smaller()
-                if done is None:
-                    raise
+            attempt = Attempt(self)
+            yield attempt
+            if attempt.remedy is None:
+                return
             # Only here, after the block, the error is gone and with it what its frames held.
             self.policy.free_memory()
-            warn(f"Agent {self.config.id}: out of memory in step {step}; {done}.")
+            warn(f"Agent {self.config.id}: out of memory in step {step}; {attempt.remedy}.")
 
     def make_batches_smaller(self) -> str | None:
         """After running out of memory; what was done, or None if a batch is one item already."""
-        if self.team.size > 1:
+        if self.ranks.size > 1:
             return None  # the others are in the middle of the pass
         if self.micro_batch_size is not None:
             if self.micro_batch_size == 1:
@@ -163,6 +159,22 @@ class Updater:
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+class Attempt:
+    """Catches the lack of memory if batches can be made smaller."""
+
+    def __init__(self, updater: Updater) -> None:
+        self.updater = updater
+        self.remedy: str | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, torch.OutOfMemoryError):
+            self.remedy = self.updater.make_batches_smaller()
+        return self.remedy is not None
 
 
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The weights that are trained: float32, whatever the model computes in."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,29 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters only: buffers such as the frequencies of rotary embeddings must keep their precision."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+class Weights(Protocol):
+    """What an optimizer updates, and the parameters of the model that computes with it."""
+
+    working: list[nn.Parameter]
+    """The model's parameters."""
+    weights: list[nn.Parameter]
+    """Their float32 values."""
+
+    @property
+    def gradients(self) -> list[Tensor]: ...
+    def zero_grad(self) -> None: ...
+    def collect(self) -> None:
+        """Take over what a backward pass left in the model."""
+        ...
+
+    def publish(self) -> None:
+        """Give the model the weights an update has changed."""
+        ...
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]: ...
+    def load_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None: ...
 
 
 class MasterWeights:
@@ -42,7 +65,6 @@ class MasterWeights:
         torch._foreach_zero_(gradients)
 
     def collect(self) -> None:
-        """Take over what a backward pass left in the model."""
         if self.separate:
             working: Any = [parameter.grad for parameter in self.working]
             taken = [gradient.to(weight) for gradient, weight in zip(working, self.weights, strict=True)]
@@ -50,7 +72,6 @@ class MasterWeights:
             torch._foreach_zero_(working)
 
     def publish(self) -> None:
-        """Give the model the weights an update has changed."""
         if self.separate:
             with torch.no_grad():
                 torch._foreach_copy_(list[Tensor](self.working), list[Tensor](self.weights))

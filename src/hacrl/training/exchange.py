@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
-from hacrl.agents.agent import Traits
 from hacrl.config import RunConfig
 from hacrl.errors import UserError, warn
+from hacrl.rollouts.reader import Traits
 
 SUBSTITUTE = (
     "Choose another algorithm, or set algorithm.spread=true, which spreads a source's log-probability evenly over the "

@@ -7,11 +7,14 @@ run's metrics are reproducible.
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hacrl.algorithms import Advantages
-from hacrl.learners.learner import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict
@@ -48,15 +51,6 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         metrics["reward_std"] = float(np.mean([np.std(g, ddof=1) if len(g) > 1 else 0.0 for g in groups.values()]))
         metrics["frac_reward_zero_std"] = float(np.mean([max(g) == min(g) for g in groups.values()]))
     return metrics
-
-
-def verification_metrics(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """What the verifier left open, of all that one agent sampled in a step."""
-    return {
-        "unverified": sum(rollout.reward is None for rollout in rollouts),
-        "verifier_errors": sum(rollout.verdict.get("problem") == "error" for rollout in rollouts),
-        "verifier_timeouts": sum(rollout.verdict.get("problem") == "timeout" for rollout in rollouts),
-    }
 
 
 def reward_of_parts(rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Metrics:
@@ -152,4 +146,33 @@ def baseline_metrics(advantages: Advantages) -> Metrics:
         metrics["baseline_bias_mean"] = float(bias.mean())
         metrics["baseline_bias_rms"] = float(np.sqrt((bias**2).mean()))
         metrics["baseline_bias_excess"] = math.copysign(math.sqrt(abs(excess)), excess)
+    return metrics
+
+
+def agent_metrics(
+    problems: Sequence[Problem],
+    rollouts: Sequence[Rollout],
+    learner: int,
+    lesson: Lesson,
+    result: LearnResult,
+    advantages: Advantages,
+) -> dict[str, Any]:
+    """What one agent sampled in a step, and how it learned from it."""
+    return {
+        **sampling_metrics(rollouts),
+        **reward_of_parts(rollouts, problems),
+        **learning_metrics(result, lesson, learner),
+        **baseline_metrics(advantages),
+    }
+
+
+def exchange_metrics(
+    learner: int, ids: Sequence[str], lesson: Lesson, result: LearnResult, omega_KK: Tensor
+) -> Metrics:
+    """How a learner used the rollouts of each other agent."""
+    metrics: Metrics = {}
+    for j, pair in enumerate(pair_metrics(result, lesson, len(ids))):
+        if j != learner:
+            pair |= {"omega": float(omega_KK[j, learner]), "omega_baseline": float(omega_KK[learner, j])}
+            metrics |= {f"from_{ids[j]}/{name}": value for name, value in pair.items()}
     return metrics

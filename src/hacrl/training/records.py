@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hacrl.learners.learner import LearnResult, Lesson
+from hacrl.learners.learner import LearnResult
+from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.training.metrics import teaching
 

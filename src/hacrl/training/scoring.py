@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hacrl.algorithms import Algorithm, Reading
-from hacrl.execution.executor import Executor
+from hacrl.execution.executor import Executor, Timed
 from hacrl.rollouts.rollout import Rollout
 
 
@@ -22,6 +22,14 @@ class Scores:
     """Metrics, by learner and teacher."""
     tokens: list[int]
     """How many each agent scored for others."""
+    seconds: list[float]
+    """How long each agent scored."""
+
+    def metrics(self, learner: int, ids: Sequence[str]) -> dict[str, float]:
+        found = {"tokens_scored": self.tokens[learner], "time/score": self.seconds[learner]}
+        for j, pair in self.pairs[learner].items():
+            found |= {f"from_{ids[j]}/{name}": value for name, value in pair.items()}
+        return found
 
 
 def scores_of(
@@ -29,16 +37,17 @@ def scores_of(
     rollouts: Sequence[Sequence[Rollout]],
     capabilities: Sequence[float | None],
     executor: Executor,
-) -> Scores:
-    """Let each learner's teachers score its rollouts, which are given by agent."""
+) -> tuple[Scores, list[Timed[list[Reading | None]]]]:
+    """Let each learner's teachers score its rollouts, which are given by agent; also what the agents answered."""
     agents = range(len(rollouts))
     teachers = [algorithm.teachers_of(k, capabilities) for k in agents]
     # Between vocabularies texts are compared: the learner says where its own tokens end.
     several = len({rollout.vocabulary for own in rollouts for rollout in own}) > 1
     asked = [[*teachers[k], k] if several and teachers[k] else teachers[k] for k in agents]
     requests = [[rollout for k in agents if j in asked[k] for rollout in rollouts[k]] for j in agents]
-    answers = [iter(readings) for readings in executor.score(requests)]
-    scores = Scores([], [{} for _ in agents], [0 for _ in agents])
+    timed = executor.score(requests)
+    answers = [iter(answer.value) for answer in timed]
+    scores = Scores([], [{} for _ in agents], [0 for _ in agents], [answer.seconds for answer in timed])
     for k, own in enumerate(rollouts):
         readings = {j: list(islice(answers[j], len(own))) for j in asked[k]}
         own_readings = readings.pop(k, [Reading(rollout.logps) for rollout in own])
@@ -50,11 +59,11 @@ def scores_of(
         for position, j in enumerate(teachers[k]):
             scores.tokens[j] += sum(len(reading.logps) for reading in readings[j] if reading is not None)
             if own:
-                scores.pairs[k][j] = metrics(torch.cat([added_JT[position] for added_JT in added]))
-    return scores
+                scores.pairs[k][j] = figures_of(torch.cat([added_JT[position] for added_JT in added]))
+    return scores, timed
 
 
-def metrics(added_M: torch.Tensor) -> dict[str, float]:
+def figures_of(added_M: torch.Tensor) -> dict[str, float]:
     """What one teacher adds to the advantages of a learner's tokens; NaN where it says nothing."""
     known_M = added_M[~added_M.isnan()]
     found = {"scored": len(known_M) / len(added_M)}

@@ -75,14 +75,14 @@ class Rows:
     def encode(self, example: Example) -> Row:
         """As in a rollout, prompt and completion apart; Dropped if the agent cannot use it."""
         config, agent = self.agent.config, self.agent
-        prompt = agent.render(example.prompt)
+        prompt = agent.reader.render(example.prompt)
         if len(prompt) > config.max_prompt_length:
             raise Dropped("prompt_too_long")
-        end = agent.retokenizer.end_of(prompt)
-        completion = [*agent.retokenizer.encode(example.completion, end), agent.stop_ids[0]]
+        end = agent.reader.retokenizer.end_of(prompt)
+        completion = [*agent.reader.retokenizer.encode(example.completion, end), agent.reader.stop_ids[0]]
         if len(completion) > config.max_completion_length:
             raise Dropped("completion_too_long")
-        if agent.positions is not None and len(prompt) + len(completion) > agent.positions:
+        if agent.reader.limits.positions is not None and len(prompt) + len(completion) > agent.reader.limits.positions:
             raise Dropped("beyond_positions")
         return Row(prompt, completion)
 
@@ -144,7 +144,7 @@ class Rows:
         meanings = {
             "prompt_too_long": f"max_prompt_length is {config.max_prompt_length}",
             "completion_too_long": f"max_completion_length is {config.max_completion_length}",
-            "beyond_positions": f"its model has {self.agent.positions} positions for both",
+            "beyond_positions": f"its model has {self.agent.reader.limits.positions} positions for both",
             "not_reversible": "its tokenizer cannot spell the text",
         }
         why = "; ".join(meaning for reason, meaning in meanings.items() if reason in dropped)

@@ -143,7 +143,7 @@ class Warmup:
             f"{agent.config.id}: rows to train on {' + '.join(sizes)}, held out {len(rows.heldout):,}"
             + (f", dropped {told(rows.dropped)}" if rows.dropped else "")
         )
-        if not agent.has_chat_template:
+        if not agent.reader.tokenizer.chat_template:
             self.display.note(f"{agent.config.id} has no chat template: string prompts are given to it as they are.")
 
     def train(self) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""The model of one agent, opened: what its source and its learner share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from hacrl.agents.loading import Bases, limits_of, load_base, load_model, load_tokenizer, source_of
+from hacrl.config import AgentConfig
+from hacrl.decoder.policy import Policy, Score
+from hacrl.learners.lora import Adapter, base_model, with_same_weights
+from hacrl.learners.weights import MasterWeights, Weights, cast_parameters
+from hacrl.rollouts.engine import Engine
+from hacrl.rollouts.engines import engine_of
+from hacrl.rollouts.reader import Reader
+from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
+from hacrl.seeding import ADAPTER, derive_seed
+from hacrl.sources.policy import PolicySource
+
+
+def vllm_of(config: AgentConfig) -> VLLM:
+    """vLLM with an agent's model, in this process."""
+    length = config.max_prompt_length + config.max_completion_length
+    return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.temperature, config.vllm)
+
+
+class AgentModel:
+    """Model, tokenizer and, with `lora`, adapters of an agent, in this process."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        index: int,
+        seed: int,
+        bases: Bases | None = None,
+        entropy_gradient: bool = False,
+    ) -> None:
+        """`bases` are the models that agents of this process share where they train adapters only."""
+        self.config, self.index, self.seed = config, index, seed
+        self.tokenizer = load_tokenizer(config)
+        self.adapter: Adapter | None = None
+        self._base: nn.Module | None = None
+        if config.lora is None:
+            self.model = load_model(config)
+        else:
+            self._base = load_base(config, {} if bases is None else bases)
+            self.model = with_same_weights(self._base)
+            self.adapter = self._adapter(self.model)
+        self.device = next(self.model.parameters()).device
+        self.reader = Reader(config, self.tokenizer, *limits_of(self.model, self.tokenizer, config.id))
+        self.policy = Policy(self.model, config, self.reader.stop_ids, entropy_gradient=entropy_gradient)
+
+    def _adapter(self, model: nn.Module) -> Adapter:
+        return Adapter(model, self.config, source_of(self.config), derive_seed(self.seed, ADAPTER, self.index))
+
+    def weights(self) -> Weights:
+        """The weights to be trained, with room for their gradients."""
+        return MasterWeights(self.model, self.policy.dtype, self.config.optimizer_offload)
+
+    def freeze(self) -> None:
+        """Make it a model that only answers: no gradients, all weights in the dtype it computes in."""
+        cast_parameters(self.model.requires_grad_(False), self.policy.dtype)
+
+    def source(self, version: Callable[[], int] = lambda: 0, sampler: Sampler | None = None) -> PolicySource:
+        """Samples from the model. `version` counts its updates; `sampler` is the agent's vLLM if it is elsewhere."""
+        engine: Engine
+        if self.config.engine == "vllm":
+            vllm = sampler or vllm_of(self.config)
+            engine = VLLMEngine(vllm, self.model, self.tokenizer, self.reader.stop_ids, version)
+        else:
+            engine = engine_of(self.policy, self.tokenizer)
+        return PolicySource(self.config, self.index, self.seed, self.reader, engine, version)
+
+    def starting_policy(self) -> Score:
+        """The model as it starts, which stays as it is."""
+        config = self.config
+        if self._base is None:
+            model = load_model(config)
+        else:
+            model = with_same_weights(self._base)
+            if base_model(source_of(config)) != source_of(config):
+                self._adapter(model)  # training goes on from adapters
+        start = Policy(model.requires_grad_(False), config, self.reader.stop_ids)
+        cast_parameters(start.model, self.policy.dtype)
+        return start.score
+
+    def save(self, folder: Path, weights: Weights) -> None:
+        if self.adapter is None:
+            self.model.save_pretrained(folder, state_dict=weights.state_dict(self.model))
+        else:
+            self.adapter.save(folder, weights)
+        self.tokenizer.save_pretrained(folder)
+
+    def load(self, folder: Path, weights: Weights) -> None:
+        if self.adapter is None:
+            weights.load_state_dict(self.model, load_model(self.config, folder).state_dict())
+        else:
+            self.adapter.load(folder, weights)

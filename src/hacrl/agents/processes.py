@@ -1,0 +1,155 @@
+"""One agent in several processes (FSDP): what a rank does, and the ranks that are started on this machine.
+
+`ShardedAgent` starts ranks here and asks them through pipes; `RayExecutor` does so on a cluster.
+"""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import torch
+
+from hacrl.agents.agent import Agent, in_order
+from hacrl.agents.loading import resolve_device
+from hacrl.algorithms import Algorithm
+from hacrl.config import AgentConfig
+from hacrl.errors import TrainingDiverged, UserError
+from hacrl.learners.ranks import ALONE, join_ranks
+from hacrl.rollouts.vllm import Sampler
+
+SHARED = ("sample", "answer")
+"""Calls of which each rank answers its share; the first rank answers all others."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one process has to know to be a rank of an agent, or all of it."""
+
+    config: AgentConfig
+    index: int
+    algorithm: Algorithm
+    seed: int
+    trace: bool
+    rank: int
+    meeting_point: str
+
+    def agent(self, sampler: Sampler | None = None) -> Agent:
+        """Open the model; of an agent in several processes, meet the other ranks first."""
+        config, ranks = self.config, ALONE
+        if config.fsdp > 1:
+            logging.getLogger("hacrl").disabled = self.rank > 0  # one warning is enough
+            ranks = join_ranks(self.rank, config.fsdp, self.meeting_point, resolve_device(config.device))
+        return Agent(config, self.index, self.algorithm, self.seed, self.trace, sampler=sampler, ranks=ranks)
+
+    def ask(self, agent: Agent, name: str, *args: Any) -> Any:
+        """This rank's part of the answer to a call."""
+        answer = getattr(agent, name)(*args)
+        return answer if name in SHARED or self.rank == 0 else None
+
+
+def joined(name: str, parts: list[Any]) -> Any:
+    """The answer to a call, from the parts of all ranks."""
+    if name == "sample":
+        return in_order([rollout for part in parts for rollout in part])
+    if name == "answer":
+        return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
+    return parts[0]
+
+
+class ShardedAgent:
+    """An agent whose ranks are processes on this machine."""
+
+    def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int, trace: bool = False) -> None:
+        self.config, self.index = config, index
+        self.device = torch.device("cpu")  # that of this process's part of the work
+        self.folder = tempfile.TemporaryDirectory(prefix="hacrl-")
+        threads = str(max(torch.get_num_threads() // config.fsdp, 1))
+        first = resolve_device(config.device)
+        self.ranks: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.end = weakref.finalize(self, end_all, self.processes)
+        for rank in range(config.fsdp):
+            here, there = Pipe()
+            start = "from hacrl.agents.processes import main; main()"
+            command = [sys.executable, "-c", start, str(there.fileno())]
+            environment = os.environ | {"OMP_NUM_THREADS": threads}
+            pass_fds = [there.fileno()]
+            self.processes.append(subprocess.Popen(command, pass_fds=pass_fds, env=environment, start_new_session=True))
+            there.close()
+            device = f"cuda:{(first.index or 0) + rank}" if first.type == "cuda" else "cpu"
+            own = config.model_copy(update={"device": device})
+            tell(here, Member(own, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
+            self.ranks.append(here)
+        self._answers()  # all have opened the model
+
+    def __getattr__(self, name: str) -> Any:
+        """Every method of `Agent`: all ranks are asked, and their answers joined."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        for connection in self.ranks:
+            tell(connection, (name, args))
+        return joined(name, self._answers())
+
+    def _answers(self) -> list[Any]:
+        """One of each rank. The first error ends them all: the others may be waiting for the one that failed."""
+        answers: dict[Connection, Any] = {}
+        while len(answers) < len(self.ranks):
+            for ready in wait([connection for connection in self.ranks if connection not in answers]):
+                assert isinstance(ready, Connection)
+                try:
+                    answers[ready] = hear(ready)
+                except (EOFError, ConnectionError):
+                    answers[ready] = RuntimeError(f"A process of agent {self.config.id} has ended.")
+                if isinstance(answers[ready], Exception):
+                    self.end()
+                    raise answers[ready]
+        return [answers[connection] for connection in self.ranks]
+
+
+def tell(connection: Connection, what: Any) -> None:
+    connection.send_bytes(pickle.dumps(what))  # send() would lend tensors, which takes both processes
+
+
+def hear(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def serve(connection: Connection) -> None:
+    """Be a rank: answer calls until nobody is there to make any."""
+    member: Member = hear(connection)
+    agent = member.agent()
+    tell(connection, None)
+    while True:
+        name, args = hear(connection)
+        tell(connection, member.ask(agent, name, *args))
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection)
+    except (EOFError, ConnectionError):  # the run has ended
+        pass
+    except (UserError, TrainingDiverged) as error:
+        tell(connection, error)
+    except Exception:
+        tell(connection, RuntimeError(traceback.format_exc()))
+    os._exit(0)  # without waiting for ranks that may never come

@@ -1,0 +1,216 @@
+"""Rollouts in one learner's tokens, as tensors: those of a step, of one update, or of one pass through the model."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hacrl.algorithms import Sequences
+from hacrl.rollouts.rollout import Rollout
+from hacrl.tasks.problem import Prompt
+
+
+@dataclass
+class Lesson:
+    """What one learner gets for one step: N valid rollouts and what they are worth to it."""
+
+    step: int
+    prompts: list[Prompt]
+    rollouts: list[Rollout]
+    advantage_N: Tensor
+    omega_N: Tensor
+    minibatches: list[list[int]]
+    """Prompt positions, a list for each update, one pass after the other; none: nothing is reinforced."""
+    learning_rate: float
+    examples: list[Rollout] = field(default_factory=list)
+    """Right answers to keep for imitation."""
+    imitates: bool = False
+    """Whether the step ends with imitation of what was kept."""
+    imitation_rate: float = 0.0
+    """The agent's learning rate then, of which imitation takes a multiple."""
+    token_advantages: list[np.ndarray] | None = None
+    """What is added to `advantage_N` for each token, by row; None: nothing."""
+
+    @property
+    def mean_advantages(self) -> list[float]:
+        """Each rollout's advantage, the mean over its tokens."""
+        advantages: list[float] = self.advantage_N.tolist()
+        if self.token_advantages is None:
+            return advantages
+        return [a + float(added.mean()) for a, added in zip(advantages, self.token_advantages, strict=True)]
+
+
+@dataclass
+class Texts:
+    """N completions, each behind its prompt, in the tokens of one model."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    prompt_N: Tensor
+    """Number of the prompt: completions of one prompt share a pass, and its tokens there."""
+    row_N: Tensor
+    """Position of the rollout in what was asked for."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __getitem__(self, chosen: slice | Sequence[int]) -> Self:
+        """Some of the completions; tensors by token are cut to the longest of them."""
+        rows = list(range(len(self))[chosen]) if isinstance(chosen, slice) else list(chosen)
+        longest = max((len(self.completions[row]) for row in rows), default=0)
+        picked: dict[str, Any] = {}
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if isinstance(value, list):
+                picked[column.name] = [value[row] for row in rows]
+            elif isinstance(value, Tensor):
+                picked[column.name] = value[rows] if value.ndim == 1 else value[rows, :longest]
+        return replace(self, **picked)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.completions))
+
+    def by_length(self) -> tuple[list[int], list[int]]:
+        """An order for passes, and what each completion adds to a pass that has those before it.
+
+        Completions of one prompt stand together, and so do prompts with completions of like length.
+        """
+        prompt_of, lengths = self.prompt_N.tolist(), list(map(len, self.completions))
+        longest: defaultdict[int, int] = defaultdict(int)
+        for prompt, length in zip(prompt_of, lengths, strict=True):
+            longest[prompt] = max(longest[prompt], length)
+        order = sorted(range(len(self)), key=lambda n: (longest[prompt_of[n]], prompt_of[n], lengths[n]))
+        costs, last = [], None
+        for n in order:
+            costs.append(lengths[n] + (0 if prompt_of[n] == last else len(self.prompts[n])))
+            last = prompt_of[n]
+        return order, costs
+
+
+@dataclass
+class Minibatch(Texts):
+    """N rollouts as one learner sees them, without the log-probabilities it gives them now."""
+
+    source_N: Tensor
+    own_N: Tensor
+    """Whether the learner is the source."""
+    advantage_N: Tensor
+    omega_N: Tensor
+    bytes_N: Tensor
+    teaches_N: Tensor
+    """Whether a rollout has an advantage other than 0, or one of its tokens has."""
+    old_logp_N: Tensor
+    old_length_N: Tensor
+    """The sum of log-probabilities that ratios are taken to, and the number of tokens in it."""
+    old_logp_NT: Tensor
+    """Those log-probabilities by token; a sum spread evenly where the source's tokens are not the learner's."""
+    recorded_NT: Tensor
+    """What the sampler recorded of own rollouts; 0 for others."""
+    ahead_NT: Tensor | None
+    """What the learner said of own rollouts when it sampled them, before updates that have come since; NaN: nothing."""
+    token_advantage_NT: Tensor | None
+    """What is added to `advantage_N` for each token."""
+    mean_weight_N: Tensor
+    """Factor of each rollout's term in the objective of the update."""
+    length_factor_N: Tensor
+    """How much the KL of each own rollout counts for its length."""
+    kl_weight: float = 0.0
+    """Weight of the sum of KL divergences to the starting model."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy of one token."""
+    seen: bool = False
+    """Whether a pass without gradients has recorded these rollouts in this update."""
+
+    @classmethod
+    def of(cls, lesson: Lesson, prompts: Mapping[int, list[int]], tokens: dict[int, list[int]], learner: int) -> Self:
+        """The rollouts of a lesson that the learner can use: those with `tokens`, by row."""
+        rows = list(tokens)
+        rollouts, completions = [lesson.rollouts[row] for row in rows], list(tokens.values())
+        own = [rollout.source == learner for rollout in rollouts]
+        added = lesson.token_advantages
+        teaches = [
+            lesson.advantage_N[row].item() != 0 or (added is not None and bool(added[row].any())) for row in rows
+        ]
+        ahead = [r.learner_logps if mine else None for r, mine in zip(rollouts, own, strict=True)]
+        old = [_spread(rollout, ids) for rollout, ids in zip(rollouts, completions, strict=True)]
+        recorded = [rollout.logps if mine else [] for rollout, mine in zip(rollouts, own, strict=True)]
+        zeros_N = torch.zeros(len(rows), dtype=torch.float64)
+        return cls(
+            prompts=[prompts[rollout.prompt_index] for rollout in rollouts],
+            completions=completions,
+            prompt_N=torch.tensor([rollout.prompt_index for rollout in rollouts], dtype=torch.long),
+            row_N=torch.tensor(rows, dtype=torch.long),
+            source_N=torch.tensor([rollout.source for rollout in rollouts], dtype=torch.long),
+            own_N=torch.tensor(own, dtype=torch.bool),
+            advantage_N=lesson.advantage_N[rows].double(),
+            omega_N=lesson.omega_N[rows].double(),
+            bytes_N=_float64([rollout.num_bytes for rollout in rollouts]),
+            teaches_N=torch.tensor(teaches, dtype=torch.bool),
+            old_logp_N=_float64([rollout.logp_sum for rollout in rollouts]),
+            old_length_N=_float64([rollout.num_tokens for rollout in rollouts]),
+            old_logp_NT=_padded(old, completions),
+            recorded_NT=_padded(recorded, completions),
+            ahead_NT=_padded(ahead, completions) if any(ahead) else None,
+            token_advantage_NT=None if added is None else _padded([added[row] for row in rows], completions),
+            mean_weight_N=zeros_N,
+            length_factor_N=zeros_N,
+        )
+
+    def of_prompts(self, positions: Sequence[int]) -> Self:
+        """The rollouts of these prompts."""
+        chosen = set(positions)
+        return self[[n for n, prompt in enumerate(self.prompt_N.tolist()) if prompt in chosen]]
+
+    def where(self, chosen_N: Tensor) -> Self:
+        """The rollouts for which this is true."""
+        return self[chosen_N.nonzero().flatten().tolist()]
+
+    def set_old(self, logps: dict[int, np.ndarray]) -> None:
+        """Take ratios to these log-probabilities, given by row, in place of those recorded while sampling."""
+        for n, row in enumerate(self.row_N.tolist()):
+            if row in logps:
+                self.old_logp_N[n], self.old_length_N[n] = float(logps[row].sum()), len(logps[row])
+                self.old_logp_NT[n, : len(logps[row])] = torch.from_numpy(logps[row])
+
+    def sequences(self, logp_NT: Tensor, mask_NT: Tensor) -> Sequences:
+        """What an algorithm computes terms of, given the learner's log-probabilities."""
+        device = mask_NT.device
+        table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.advantage_N, self.omega_N, self.own_N.double()]
+        old_logp_N, old_length_N, bytes_N, advantage_N, omega_N, own_N = torch.stack(table).to(device)  # one transfer
+        added = self.token_advantage_NT
+        return Sequences(
+            logp_NT=logp_NT,
+            mask_NT=mask_NT,
+            old_logp_N=old_logp_N,
+            old_length_N=old_length_N,
+            bytes_N=bytes_N,
+            own_N=own_N.bool(),
+            advantage_N=advantage_N,
+            omega_N=omega_N,
+            old_logp_NT=self.old_logp_NT.to(device),
+            token_advantage_NT=None if added is None else added.to(device),
+        )
+
+
+def _spread(rollout: Rollout, ids: list[int]) -> Sequence[float]:
+    """The source's log-probabilities for the learner's tokens: token by token if they are the same, else evenly."""
+    if ids[:-1] == rollout.token_ids[:-1]:  # up to the end of turn
+        return rollout.logps
+    return [rollout.logp_sum / len(ids)] * len(ids)
+
+
+def _float64(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:
+    """Numbers by token with 0 behind the last; NaN in a row without any."""
+    padded_NT = np.zeros((len(rows), max(map(len, completions), default=0)))
+    for n, values in enumerate(rows):
+        padded_NT[n, : None if values is None else len(values)] = np.nan if values is None else values
+    return torch.from_numpy(padded_NT)

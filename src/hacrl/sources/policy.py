@@ -1,0 +1,80 @@
+"""A model of the run as a source: it renders prompts, samples completions, and answers held-out problems."""
+
+from collections.abc import Callable, Sequence
+
+from hacrl.config import AgentConfig
+from hacrl.decoder.policy import naming
+from hacrl.rollouts.engine import Engine, SamplingParams
+from hacrl.rollouts.reader import Reader
+from hacrl.rollouts.retokenize import decode
+from hacrl.rollouts.rollout import Completion, Rollout
+from hacrl.seeding import EVALUATE, SAMPLE, derive_seed
+from hacrl.tasks.problem import Problem
+
+
+def params_of(config: AgentConfig, num_generations: int) -> SamplingParams:
+    """How an agent samples in training."""
+    return SamplingParams(
+        num_generations,
+        config.max_completion_length,
+        config.temperature,
+        config.top_p,
+        config.top_k,
+        tuple(config.stop),
+    )
+
+
+class PolicySource:
+    """Samples with an engine. `version` says how many updates its model has had."""
+
+    def __init__(
+        self, config: AgentConfig, index: int, seed: int, reader: Reader, engine: Engine, version: Callable[[], int]
+    ) -> None:
+        self.config, self.index, self.seed = config, index, seed
+        self.reader, self.engine, self.version = reader, engine, version
+
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
+        """`num_generations` rollouts of each problem, in order."""
+        reader = self.reader
+        prompts = [reader.prompt_ids(problem) for problem in problems]
+        seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
+        rollouts = []
+        for position, group in enumerate(
+            self._complete(prompts, params_of(self.config, self.config.num_generations), seed)
+        ):
+            end = reader.retokenizer.end_of(prompts[position])
+            for index, completion in enumerate(group):
+                content = completion.content_ids
+                rollouts.append(
+                    Rollout(
+                        step=step,
+                        prompt_id=problems[position].id,
+                        prompt=problems[position].prompt,
+                        prompt_index=position,
+                        source=self.index,
+                        index=index,
+                        text=decode(reader.tokenizer, content),
+                        token_ids=completion.token_ids,
+                        logps=completion.logps,
+                        finish_reason=completion.finish_reason,
+                        ended=completion.ended,
+                        special_inside=not reader.readable.issuperset(content),
+                        vocabulary=reader.retokenizer.vocabulary,
+                        policy_version=self.version(),
+                        lead=reader.retokenizer.lead(content, end),
+                        opened=end.opened,
+                    )
+                )
+        return rollouts
+
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
+        """One answer to each problem: the greedy one, or one that is sampled as in training."""
+        params, seed = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop)), 0
+        if sampled:  # with the same random numbers in each evaluation: what changes is the policy
+            params, seed = params_of(self.config, 1), derive_seed(self.seed, EVALUATE, self.index)
+        groups = self._complete([self.reader.prompt_ids(problem) for problem in problems], params, seed)
+        return [decode(self.reader.tokenizer, completion.content_ids) for (completion,) in groups]
+
+    def _complete(self, prompts: Sequence[list[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+        with naming(self.config, self.version()):
+            return self.engine.sample(prompts, params, seed)

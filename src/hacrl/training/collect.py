@@ -1,0 +1,163 @@
+"""Collecting the rollouts of a step: prompts, sampling, verification, dynamic sampling."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hacrl.config import RunConfig
+from hacrl.errors import UserError
+from hacrl.execution.executor import Executor, Timed
+from hacrl.rollouts.rollout import Rollout
+from hacrl.tasks import Task
+from hacrl.tasks.problem import Problem
+from hacrl.training.accounting import Accounts
+from hacrl.training.watcher import Watcher
+
+
+@dataclass
+class Sampled:
+    """Problems with every agent's verified rollouts of them."""
+
+    problems: list[Problem]
+    rollouts: list[list[Rollout]]
+    seconds: list[float]
+    """Seconds that each agent sampled."""
+    verify_seconds: float
+
+    def group(self, position: int) -> list[list[Rollout]]:
+        """Every agent's rollouts of one problem."""
+        return [[rollout for rollout in own if rollout.prompt_index == position] for own in self.rollouts]
+
+
+class Collector:
+    """Takes problems from the training stream, and lets every agent sample and the verifier judge."""
+
+    def __init__(self, config: RunConfig, task: Task, executor: Executor, accounts: Accounts, watcher: Watcher) -> None:
+        self.config, self.task, self.executor = config, task, executor
+        self.accounts, self.watcher = accounts, watcher
+        self.ids = [agent.id for agent in config.agents]
+        self.position = 0
+        """How many problems of the training stream have been taken."""
+        self.ahead: Sampled | None = None
+        """With overlap: the next step's rollouts."""
+
+    def collect(self, step: int) -> tuple[list[Problem], list[list[Rollout]], dict[str, Any]]:
+        """The step's problems, every agent's verified rollouts of them, and metrics.
+
+        With dynamic sampling, prompts whose rewards are all equal make room for further ones, in at most
+        `dynamic_sampling_rounds` rounds; if that is not enough, they stay.
+        """
+        config, wanted = self.config, self.config.prompts_per_step
+        metrics: dict[str, Any] = {**self.task.metrics()}
+        chosen: list[tuple[Problem, list[list[Rollout]]]] = []
+        spare: list[tuple[Problem, list[list[Rollout]]]] = []
+        batches: list[Sampled] = []
+        for sampling_round in range(config.dynamic_sampling_rounds if config.dynamic_sampling else 1):
+            batch = self._next_batch(wanted - len(chosen), {p.id for p, _ in [*chosen, *spare]}, step, sampling_round)
+            if batch is None:
+                continue
+            batches.append(batch)
+            for position, problem in enumerate(batch.problems):
+                group = batch.group(position)
+                spread = len({r.reward for own in group for r in own if r.reward is not None}) > 1
+                (chosen if spread or not config.dynamic_sampling else spare).append((problem, group))
+            if len(chosen) == wanted:
+                break
+        self._observe(batches)
+        discarded = len(chosen) + len(spare) - wanted
+        chosen = [*chosen, *spare][:wanted]
+        for position, (_, group) in enumerate(chosen):
+            for rollout in [rollout for own in group for rollout in own]:
+                rollout.prompt_index = position
+        rollouts = [[r for _, group in chosen for r in group[k]] for k in range(len(self.ids))]
+        seconds = np.zeros(len(self.ids)) + sum(np.array(batch.seconds) for batch in batches)
+        for k, agent_id in enumerate(self.ids):
+            sampled = [rollout for batch in batches for rollout in batch.rollouts[k]]
+            counted = self.accounts.add_sampled(k, sampled, float(seconds[k]))
+            metrics |= {f"{agent_id}/{name}": value for name, value in counted.items()}
+        metrics["time/verify"] = sum((batch.verify_seconds for batch in batches), 0.0)
+        if config.dynamic_sampling:
+            metrics["prompts_discarded"] = discarded
+        return [problem for problem, _ in chosen], rollouts, metrics
+
+    def _observe(self, batches: Sequence[Sampled]) -> None:
+        """Tell the task how its problems were answered: a curriculum goes by it."""
+        judged: list[tuple[Problem, float]] = []
+        for batch in batches:
+            for own in batch.rollouts:
+                judged += [(batch.problems[r.prompt_index], r.reward) for r in own if r.reward is not None]
+        self.task.observe(judged)
+
+    def _next_batch(self, count: int, known: set[str], step: int, sampling_round: int) -> Sampled | None:
+        """Further problems with rollouts; those sampled ahead, if there are any; None: the stream has no new ones."""
+        if self.ahead is not None:
+            batch, self.ahead = self.ahead, None
+            return batch
+        problems = [problem for problem in self.next_problems(count) if problem.id not in known]
+        if not problems:
+            return None
+        self.watcher.on_phase("sampling")
+        start = time.perf_counter()
+        sampled = self.executor.sample(problems, step, sampling_round)
+        self.accounts.note_waiting(start, sampled)
+        self.watcher.on_phase("verifying")
+        return self._verified(problems, sampled)
+
+    def next_problems(self, count: int) -> list[Problem]:
+        problems = self.task.train(self.position, count)
+        self.position += len(problems)
+        return problems
+
+    def keep_ahead(self, problems: list[Problem], sampled: Sequence[Timed[list[Rollout]]]) -> None:
+        """Verify the next step's rollouts while agents learn, which is not the time of their sampling."""
+        self.ahead = self._verified(problems, sampled)
+        self.accounts.waited -= self.ahead.seconds
+
+    def _verified(self, problems: list[Problem], sampled: Sequence[Timed[list[Rollout]]]) -> Sampled:
+        start = time.perf_counter()
+        for own in sampled:
+            self._verify(problems, own.value)
+        spent = time.perf_counter() - start
+        return Sampled(problems, [own.value for own in sampled], [own.seconds for own in sampled], spent)
+
+    def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> None:
+        verdicts = self.task.score(
+            [problems[rollout.prompt_index] for rollout in rollouts],
+            [rollout.text for rollout in rollouts],
+            [rollout.num_tokens for rollout in rollouts],
+        )
+        for rollout, verdict in zip(rollouts, verdicts, strict=True):
+            rollout.reward = verdict.reward
+            if verdict.problem:
+                rollout.verdict = {"problem": verdict.problem, "detail": verdict.detail}
+            elif len(verdict.parts) > 1:
+                rollout.verdict = {"reward_parts": verdict.parts}
+
+    # --- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The problems sampled ahead can be drawn again; the policy that sampled the rollouts is gone."""
+        state = None
+        if self.ahead is not None:
+            state = {
+                "rollouts": [[asdict(rollout) for rollout in own] for own in self.ahead.rollouts],
+                "seconds": self.ahead.seconds,
+                "verify_seconds": self.ahead.verify_seconds,
+            }
+        return {"position": self.position, "task": self.task.state_dict(), "ahead": state}
+
+    def load_state_dict(self, state: dict[str, Any], changed: UserError) -> None:
+        """Raises `changed` if the task no longer gives the problems that were sampled ahead."""
+        self.position = state["position"]
+        self.task.load_state_dict(state["task"])
+        ahead = state["ahead"]
+        if ahead is not None:
+            count = self.config.prompts_per_step
+            rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
+            problems = self.task.train(self.position - count, count)
+            if any(problems[rollout.prompt_index].id != rollout.prompt_id for own in rollouts for rollout in own):
+                raise changed
+            self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
