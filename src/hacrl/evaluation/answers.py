@@ -82,7 +82,7 @@ class Answerer:
     ) -> list[Line]:
         """Sample one completion of each problem's prompt, and have them judged. Temperature 0 is greedy decoding."""
         completions = self.complete(prompts, temperature, seed)
-        texts = [decode(self.tokenizer, completion.content_ids) for completion in completions]
+        texts = [decode(self.source.reader.tokenizer, completion.content_ids) for completion in completions]
         rows = zip(problems, texts, completions, score(problems, texts), strict=True)
         return [answer_line(problem, text, own.finish_reason, len(own.token_ids), v) for problem, text, own, v in rows]
 
