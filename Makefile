@@ -71,14 +71,14 @@ $(VENV)/.dev: $(VENV)/.installed
 # The peers of the speed comparison, each in an environment of its own. torch comes first here too.
 PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.venv-trl/.installed: benchmarks/peers/requirements-trl.txt constraints.txt
+.venv-trl/.installed: speed/peers/requirements-trl.txt constraints.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/$(PIP_INSTALL) torch
 	.venv-trl/bin/$(PIP_INSTALL) -r $<
 	touch $@
 
 # vLLM's CPU build asks for torchvision and torchaudio, whose builds for CUDA break `import transformers`.
-.venv-vllm/.installed: benchmarks/peers/requirements-vllm.txt constraints.txt
+.venv-vllm/.installed: speed/peers/requirements-vllm.txt constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/$(PIP_INSTALL) torch
 	.venv-vllm/bin/$(PIP_INSTALL) -r $<
@@ -101,12 +101,12 @@ test-vllm: .venv-vllm/.dev
 # The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.
 bench: $(VENV)/.dev .venv-trl/.installed .venv-vllm/.installed .bench/smollm2/config.json
 	mkdir -p .bench/results
-	$(BIN)/python benchmarks/cycle.py zoo:llama-plus --json .bench/results/cycle-zoo.json
-	$(BIN)/python benchmarks/cycle.py .bench/smollm2 --prompts 4 --tokens 48 --cycles 3 --json .bench/results/cycle-smollm2.json
-	$(BIN)/python benchmarks/sampling.py .bench/smollm2 --prompts 4 --tokens 48 --repeats 3 --vllm --json .bench/results/sampling-smollm2.json
-	$(BIN)/python benchmarks/collaboration.py demo --json .bench/results/collaboration-demo.json
-	$(BIN)/python benchmarks/growth.py --json .bench/results/growth.json
-	$(BIN)/python benchmarks/summary.py .bench/results
+	$(BIN)/python speed/cycle.py zoo:llama-plus --json .bench/results/cycle-zoo.json
+	$(BIN)/python speed/cycle.py .bench/smollm2 --prompts 4 --tokens 48 --cycles 3 --json .bench/results/cycle-smollm2.json
+	$(BIN)/python speed/sampling.py .bench/smollm2 --prompts 4 --tokens 48 --repeats 3 --vllm --json .bench/results/sampling-smollm2.json
+	$(BIN)/python speed/collaboration.py demo --json .bench/results/collaboration-demo.json
+	$(BIN)/python speed/growth.py --json .bench/results/growth.json
+	$(BIN)/python speed/summary.py .bench/results
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-vllm .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -604,7 +604,7 @@ def test_a_file_for_another_command(hacrl: Run) -> None:
     files = {
         "train": {"agents": models, "task": {"name": "arithmetic"}},
         "warmup": {"agents": models, "data": "rows.jsonl"},
-        "study": {"pairs": ["demo"], "algorithms": ["gspo"], "seeds": 2},
+        "study": {"teams": ["demo"], "algorithms": ["gspo"], "seeds": 2},
     }
     for right, content in files.items():
         Path("some.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -713,8 +713,22 @@ def test_a_disk_that_is_full_at_the_start_or_at_the_end_of_a_checkpoint(hacrl: R
         result = hacrl("train", "tiny.yaml")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(result, "The disk is full")
+    begun = limit > 1_000
+    advice = "continue with `hacrl train run --resume`." if begun else "nothing was saved yet."
+    assert_refused(result, "The disk is full", f"Free some space; {advice}")
+    assert Path("run/config.yaml").is_file() == begun
     assert not [path for path in Path("run").rglob("*") if "partial" in path.name or "checkpoint" in path.name]
+
+
+def test_a_disk_that_is_full_for_a_command_that_cannot_be_continued(hacrl: Run) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        result = hacrl("eval", "zoo:llama-weak", "--config", "tiny.yaml", "--output", "answers.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_refused(result, "The disk is full", "Free some space.\n")
+    assert "--resume" not in result.err
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import yaml
 
 from hacrl.config import RunConfig
 from hacrl.config.settings import PRESETS, preset_names
+from hacrl.config.study import STUDIES, StudyConfig
 from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import CONTROL, UserError, harmless
-from hacrl.study.grid import STUDIES, Study, StudyConfig
+from hacrl.study.grid import Study
 from hacrl.tasks import build_task
 from hacrl.training.run_dir import changed_settings
 
@@ -35,9 +36,9 @@ output_dir: runs/warm
 """
 STUDY = """
 name: small
-title: Two algorithms, two pairs
+title: Two algorithms, two teams
 base: demo
-pairs: {near: state, other: {agents: [{id: a, model: "zoo:llama-weak"}, {id: b, model: "zoo:llama-plus"}]}}
+teams: {near: state, other: {agents: [{id: a, model: "zoo:llama-weak"}, {id: b, model: "zoo:llama-plus"}]}}
 algorithms: {gspo_x2: null, mine: {algorithm.name: hacpo, algorithm.alpha: 3}}
 options: {plain: null, cold: {temperature: 0.7, agents.a.learning_rate: 1.0e-5}}
 settings: {max_steps: 4, task.eval_size: 20, algorithm.epsilon: 3.0e-4}

@@ -192,3 +192,8 @@ def test_training_without_a_reader_stops_and_can_be_resumed(hacrl: Run) -> None:
     assert "step 1/1" in out
     assert json.loads(Path("run/summary.json").read_text())["steps"] == 1
     assert without_reader("rollouts", "run") == (OUTPUT_CLOSED, "")
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], [], ["--version"], ["models"]])
+def test_other_commands_without_a_reader_end_silently(arguments: list[str]) -> None:
+    assert without_reader(*arguments) == (OUTPUT_CLOSED, "")

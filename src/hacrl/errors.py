@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, shown as one sentence, without a traceback, exit code 2; and warnings."""
+"""Errors that a user can fix, shown as one sentence without a traceback, exit code 2; and warnings."""
 
 import difflib
 import logging
@@ -9,7 +9,7 @@ OUT_OF_MEMORY = 3
 """The exit code of a run that lacked memory: it may succeed where less runs beside it."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves the cursor, changes colours or turns the direction of the text; and halves of characters."""
+"""Characters that move the cursor, change colours or turn the direction of the text; and halves of characters."""
 
 LACK_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
@@ -23,7 +23,7 @@ class TrainingDiverged(Exception):
 
 
 def lack_of_memory(error: RuntimeError) -> str | None:
-    """What an error says of memory; None if it is about something else.
+    """The line of an error that says that memory ran out; None if it is about something else.
 
     torch has a class for it, which is not imported here; CUDA, and torch on a CPU, say it in words.
     """
@@ -44,12 +44,12 @@ def system_error(error: BaseException | None) -> int | None:
 
 
 def warn(message: str) -> None:
-    """Something the user should know that does not stop the run: one line on standard error."""
+    """Print a line on standard error that the user should know and that does not stop the run."""
     logging.getLogger("hacrl").warning(harmless(message))
 
 
 def harmless(text: str) -> str:
-    """Text of data, models, rewards or files as a terminal may show it: control characters as \\x1b, \\u202e."""
+    """Escape control characters, as \\x1b or \\u202e, so that a terminal can show text that others wrote."""
     return CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
 
 

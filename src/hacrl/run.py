@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hacrl.agents.loading import resolve_model
-from hacrl.config import RunConfig, Settings, without_shared_settings
+from hacrl.config import RunConfig
 from hacrl.config.settings import apply_overrides, find_item, preset_names, read_source, with_overrides
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, Executor
@@ -182,8 +182,8 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
         settings = apply_overrides(read_source(run_dir)[0], overrides)
         folder = settings.get("output_dir", RunConfig.model_fields["output_dir"].default)
         raise UserError(f"{run_dir} is not a run. A run is continued by its folder: `hacrl train {folder} --resume`.")
-    whole = RunDir.open(run_dir).config().model_dump(mode="json")
-    data = without_shared_settings(whole, Settings)
+    saved = RunDir.open(run_dir).config()
+    whole, data = saved.model_dump(mode="json"), saved.to_dict()
     for override in overrides:
         key = override.partition("=")[0]
         setting, *parts = key.split(".")

@@ -1,4 +1,4 @@
-"""The console that everything is printed through: what it shows cannot take over a terminal, and it may be closed."""
+"""The console that everything is printed through. It escapes control characters, and its output may be closed."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from rich.segment import Segment
 from hacrl.errors import CONTROL, harmless
 
 OUTPUT_CLOSED = 141
-"""The exit code of a program whose output was closed: that of programs that SIGPIPE ends."""
+"""Exit code after the output was closed, the same as that of programs which SIGPIPE ends."""
 
 
 class OutputClosed(BaseException):
@@ -45,7 +45,7 @@ class _HarmlessRecord(logging.LogRecord):
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A hook for exceptions that nobody caught."""
+    """Print an exception that nobody caught, with control characters escaped; used as sys.excepthook."""
     print(harmless("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 

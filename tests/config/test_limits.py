@@ -12,9 +12,9 @@ from hacrl.algorithms import ALGORITHMS, CapabilityOptions
 from hacrl.cli import app
 from hacrl.config import RunConfig
 from hacrl.config.settings import apply_overrides
+from hacrl.config.study import StudyConfig
 from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import UserError
-from hacrl.study.grid import StudyConfig
 
 HUGE = 2**64
 AGENT = {"id": "a", "model": "zoo:llama-weak", "lora": {}, "resources": {"sampler": {}}}

@@ -9,9 +9,9 @@ import yaml
 from hacrl.config import RunConfig
 from hacrl.config.settings import apply_overrides
 from hacrl.config.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_SIZE, dump_yaml, load_yaml
+from hacrl.config.study import StudyConfig
 from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import UserError
-from hacrl.study.grid import StudyConfig
 from hacrl.training.run_dir import RunDir
 
 

@@ -24,8 +24,9 @@ from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.evaluation import answers, benchmarks
 from hacrl.evaluation.answers import Answerer
-from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
+from hacrl.evaluation.benchmarks import EvaluationDir, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.figures import majority
+from hacrl.evaluation.options import Options
 from hacrl.run import train
 from hacrl.tasks.problem import Problem
 

@@ -77,6 +77,14 @@ def test_a_run_that_was_interrupted_or_not_started(run: RunDir) -> None:
         watched(run.path)
 
 
+def test_a_folder_in_the_place_of_a_file_is_named(run: RunDir) -> None:
+    for path in (run.summary_file, run.metrics_file):
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(UserError, match=rf"^{path} cannot be read: Is a directory\.$"):
+            watched(run.path)
+
+
 def test_a_run_that_is_trained_now(run: RunDir) -> None:
     with run.locked():
         assert f"{run.path} is running: 3 of 3 steps done." in watched(run.path)

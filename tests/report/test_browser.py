@@ -232,7 +232,7 @@ def curves(tab: Tab, section: str) -> list[dict[str, list[float]]]:
 
 
 def uses(tab: Tab) -> list[tuple[bool, str, bool]]:
-    """Of each use in the rollouts of a step: whether it is the source's own, its tooltip, whether a band is drawn."""
+    """Every use in the rollouts of a step: whether it is the source's own, its tooltip, whether a band is drawn."""
     found = []
     count = int(tab.text(".pager output").split()[3])
     for n in range(1, count + 1):

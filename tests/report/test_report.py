@@ -96,6 +96,14 @@ def test_a_damaged_line_says_where(old_run: Path) -> None:
         collect.run_data(old_run)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(old_run: Path, name: str) -> None:
+    (old_run / name).unlink(missing_ok=True)
+    (old_run / name).mkdir()
+    with pytest.raises(UserError, match=rf"^{old_run / name} cannot be read: Is a directory\.$"):
+        collect.run_data(old_run)
+
+
 @pytest.mark.parametrize(
     ("step_time", "sampling", "learning", "other"),
     [(3.0, 1.0, 1.5, 0.4), (4.5, 1.8, 2.5, 0.1)],

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from hacrl.config import RunConfig
+from hacrl.config.study import StudyConfig, study_names
 from hacrl.errors import UserError
-from hacrl.study.grid import Run, Study, StudyConfig, study_names
+from hacrl.study.grid import Run, Study
 
 BASE: dict[str, Any] = {
     "agents": [{"id": "a", "model": "zoo:llama-plus"}, {"id": "b", "model": "zoo:llama-minus", "num_generations": 6}],
@@ -35,7 +36,7 @@ def names(runs: list[Run]) -> list[str]:
 
 
 def test_the_grid_is_complete_and_ordered_by_seed() -> None:
-    study = build(pairs={"one": {}, "two": {"learning_rate": 0.5}}, options={"plain": {}, "hot": {"temperature": 2.0}})
+    study = build(teams={"one": {}, "two": {"learning_rate": 0.5}}, options={"plain": {}, "hot": {"temperature": 2.0}})
     variants = ["gspo", "gspo+hot", "hacpo", "hacpo+hot"]
     assert study.variants == variants
     cells = [f"{pair}/{variant}" for pair in ("one", "two") for variant in variants]
@@ -70,7 +71,7 @@ def test_x2_of_the_default_number_of_completions() -> None:
 def test_what_is_over_what() -> None:
     study = build(
         base={**BASE, "algorithm": {"name": "hacpo", "alpha": 3.0}, "temperature": 0.5},
-        pairs={"p": {"task": {"max_operators": 2}}},
+        teams={"p": {"task": {"max_operators": 2}}},
         settings={"temperature": 0.6, "top_k": 3},
         algorithms={"gspo": None, "hacpo": {"top_k": 4}, "mine": {"algorithm": {"name": "hacpo", "delta": 0.3}}},
         options={"o": {"agents.b.learning_rate": 0.25}},
@@ -126,10 +127,10 @@ def test_an_option_with_another_algorithm_starts_from_what_holds_for_all() -> No
     assert (other["name"], other["beta"]) == ("gspo", 0.04)
 
 
-def test_settings_of_an_agent_hold_in_the_pairs_that_have_it() -> None:
+def test_settings_of_an_agent_hold_in_the_teams_that_have_it() -> None:
     trio = {"agents": [{"id": name, "model": "zoo:llama-plus"} for name in ("a", "c", "c.1")]}
     study = build(
-        pairs={"two": {}, "three": trio},
+        teams={"two": {}, "three": trio},
         settings={"agents.c.temperature": 0.7},
         algorithms={"gspo": {"agents": {"c": {"learning_rate": 0.5}, "a": {"learning_rate": 0.25}}}},
         options={"hot": {"agents.c.1.temperature": 2.0}},
@@ -140,7 +141,7 @@ def test_settings_of_an_agent_hold_in_the_pairs_that_have_it() -> None:
     assert [agent.learning_rate for agent in three] == [0.25, 0.5, 1e-6]
     assert [agent.temperature for agent in three] == [1.0, 0.7, 2.0]
     with pytest.raises(UserError, match=r"agents.d.temperature: there is no item 'd'"):
-        build(pairs={"two": {}, "three": trio}, settings={"agents.d.temperature": 0.7})
+        build(teams={"two": {}, "three": trio}, settings={"agents.d.temperature": 0.7})
 
 
 def test_checkpoints_are_kept_only_if_the_study_asks() -> None:
@@ -150,7 +151,7 @@ def test_checkpoints_are_kept_only_if_the_study_asks() -> None:
 
 def test_presets_and_files_beside_the_study(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(BASE))
-    study = {"name": "s", "base": "mine.yaml", "pairs": {"own": {}, "zoo": "size"}, "algorithms": ["gspo"]}
+    study = {"name": "s", "base": "mine.yaml", "teams": {"own": {}, "zoo": "size"}, "algorithms": ["gspo"]}
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(study))
     runs = Study.build(StudyConfig.load(tmp_path / "s.yaml", ["seeds=[7]", "settings.max_steps=3"])).runs
     assert names(runs) == ["own/gspo/seed-7", "zoo/gspo/seed-7"]
@@ -160,10 +161,30 @@ def test_presets_and_files_beside_the_study(tmp_path: Path) -> None:
 
 def test_the_written_study_stands_alone(tmp_path: Path) -> None:
     config = StudyConfig.from_dict(
-        {"name": "s", "pairs": ["state"], "algorithms": ["gspo"], "output_dir": str(tmp_path)}
+        {"name": "s", "teams": ["state"], "algorithms": ["gspo"], "output_dir": str(tmp_path)}
     )
     (tmp_path / "study.yaml").write_text(config.to_yaml())
     assert Study.build(StudyConfig.load(tmp_path)).runs == Study.build(config).runs
+
+
+def test_teams_may_still_be_called_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    study = {"name": "s", "pairs": ["state"], "algorithms": ["gspo"], "output_dir": str(tmp_path)}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(study))
+    config = StudyConfig.load(tmp_path / "s.yaml")
+    assert list(config.teams) == ["state"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 's.yaml'}: `pairs` is now called `teams`. It is still read; please rename it."
+    ]
+    assert "pairs" not in config.to_yaml()
+    caplog.clear()
+    assert list(StudyConfig.load("quick", ["pairs=[size, gap]"]).teams) == ["size", "gap"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["pairs=[size, gap]"]
+    caplog.clear()
+    (tmp_path / "study.yaml").write_text(config.to_yaml().replace("teams:", "pairs:"))  # of an earlier version
+    assert StudyConfig.load(tmp_path) == config
+    assert not caplog.records
+    with pytest.raises(UserError, match="both are there"):
+        StudyConfig.from_dict({**study, "teams": ["size"]})
 
 
 @pytest.mark.parametrize("name", study_names())
@@ -200,15 +221,15 @@ def test_the_zoo_study_has_what_it_promises() -> None:
         ({"settings": {"algorithm": "gspo"}}, ("settings.algorithm:", "algorithms: [gspo]")),
         ({"algorithms": {"no-clip_x2": {"algorithm.name": "hacpo"}}}, ("'no-clip'", "_x2", "another label")),
         ({"algorithms": {"../x": {"max_steps": 3}}}, ("algorithms", "../x")),
-        ({"pairs": {"all": {}}}, ("pairs", "all", "another name")),
+        ({"teams": {"all": {}}}, ("teams", "all", "another name")),
         ({"options": {"a": {}, "b": {}}}, ("options", "one")),
         ({"options": {"a": {"seed": 3}}}, ("options.a.seed",)),
         ({"settings": {"output_dir": "x"}}, ("settings.output_dir",)),
         ({"settings": {"max_step": 3}}, ("max_step", "did you mean max_steps?")),
         ({"settings": {"task": {"eval_size": 0}}}, ("task.eval_size",)),
-        ({"pairs": {"p": "staet"}}, ("staet",)),
-        ({"pairs": ["state", "state"]}, ("state", "twice")),
-        ({"pairs": 3}, ("pairs",)),
+        ({"teams": {"p": "staet"}}, ("staet",)),
+        ({"teams": ["state", "state"]}, ("state", "twice")),
+        ({"teams": 3}, ("teams",)),
         ({"seeds": 0}, ("seeds",)),
         ({"seeds": [1, 1]}, ("seeds",)),
         ({"seeds": True}, ("seeds", "number")),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hacrl.config.study import StudyConfig
 from hacrl.errors import UserError
-from hacrl.study.grid import Study, StudyConfig
+from hacrl.study.grid import Study
 from hacrl.study.results import collect, comparison, print_plan, print_results, read_gpu_seconds, write_results
 
 FINAL = {
@@ -66,6 +67,14 @@ def summary(variant: str, seed: int) -> dict[str, Any]:
     return {"algorithm": variant, "steps": 4, **whole, "peak_memory_gib": 0.5 + seed, "best_step": 4, "agents": agents}
 
 
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    """A study whose runs are all done."""
+    study = make(tmp_path)
+    finish(study)
+    return study
+
+
 def row(rows: list[dict[str, Any]], **fields: str) -> dict[str, Any]:
     (found,) = [row for row in rows if all(row[name] == value for name, value in fields.items())]
     return found
@@ -76,9 +85,7 @@ def test_rounding_is_no_win(tmp_path: Path) -> None:
     assert (found["wins"], found["losses"], found["p"]) == (1, 0, 1.0)
 
 
-def test_numbers_by_hand(tmp_path: Path) -> None:
-    study = make(tmp_path)
-    finish(study)
+def test_numbers_by_hand(study: Study) -> None:
     found = collect(study, {}, {})
     agent = row(found["agents"], agent="a", variant="gspo")
     assert agent["values"] == {"0": 0.50, "1": 0.52, "2": 0.54}
@@ -137,9 +144,7 @@ def test_the_format_of_study_json(tmp_path: Path) -> None:
     assert one["difference"] == pytest.approx(0.08)
 
 
-def test_gpu_seconds_are_kept_and_shown_where_there_are_any(tmp_path: Path) -> None:
-    study = make(tmp_path)
-    finish(study)
+def test_gpu_seconds_are_kept_and_shown_where_there_are_any(study: Study) -> None:
     assert "GPU-seconds" not in printed(collect(study, {}, {}))
     write_results(study, collect(study, {}, {}, {"main/hacpo/seed-0": 1200.0, "main/hacpo/seed-2": 1300.0}))
     earlier = read_gpu_seconds(study)
@@ -167,9 +172,7 @@ def test_nothing_done_yet(tmp_path: Path) -> None:
     assert "–" in printed(found)
 
 
-def test_a_run_that_stopped_early_is_not_done(tmp_path: Path) -> None:
-    study = make(tmp_path)
-    finish(study)
+def test_a_run_that_stopped_early_is_not_done(study: Study) -> None:
     file = study.runs[0].folder.summary_file
     file.write_text(json.dumps({**json.loads(file.read_text()), "steps": 3}))
     assert collect(study, {}, {})["runs"][0]["status"] == "waiting"
@@ -216,7 +219,7 @@ def test_bootstrap_intervals_on_request(tmp_path: Path) -> None:
 
 def test_over_all_pairs(tmp_path: Path) -> None:
     """The mean over the agents of all pairs, of the seeds that are done in all of them."""
-    study = make(tmp_path, pairs={"one": {}, "two": {}})
+    study = make(tmp_path, teams={"one": {}, "two": {}})
     finish(study)
     (study.group("two", "gspo")[0].folder.path / "summary.json").unlink()
     found = collect(study, {}, {})
@@ -227,10 +230,8 @@ def test_over_all_pairs(tmp_path: Path) -> None:
     assert "mean over the agents of all pairs" in printed(found)
 
 
-def test_summaries_of_older_runs(tmp_path: Path) -> None:
+def test_summaries_of_older_runs(study: Study) -> None:
     """Without tokens of the run, time and memory of agents."""
-    study = make(tmp_path)
-    finish(study)
     for run in study.runs:
         old = summary(run.variant, run.seed)
         for name in ("tokens", "tokens_trained", "updates", "peak_memory_gib"):
@@ -252,9 +253,7 @@ def printed(found: dict[str, Any]) -> str:
     return console.export_text()
 
 
-def test_the_tables_say_what_was_found_and_what_it_cost(tmp_path: Path) -> None:
-    study = make(tmp_path)
-    finish(study)
+def test_the_tables_say_what_was_found_and_what_it_cost(study: Study) -> None:
     text = printed(collect(study, {}, {}))
     assert "0.520 [0.470, 0.570]" in text
     assert "+8.0 [+3.0, +13.0]" in text
@@ -265,9 +264,7 @@ def test_the_tables_say_what_was_found_and_what_it_cost(tmp_path: Path) -> None:
     assert "tokens forward" not in text
 
 
-def test_tokens_of_forward_passes_have_a_column_where_they_were_counted(tmp_path: Path) -> None:
-    study = make(tmp_path)
-    finish(study)
+def test_tokens_of_forward_passes_have_a_column_where_they_were_counted(study: Study) -> None:
     for run in study.runs:
         told = summary(run.variant, run.seed)
         told["tokens_forward"] = 500 if run.variant == "hacpo" else 0
@@ -295,17 +292,15 @@ def test_the_plan_tells_rollouts_from_updates(tmp_path: Path) -> None:
 
 
 def test_the_plan_marks_hacpo_for_three_agents_as_our_decision(tmp_path: Path) -> None:
-    study = make(tmp_path, algorithms=["hacpo", "gspo"], base={}, pairs=["team", "state"])
+    study = make(tmp_path, algorithms=["hacpo", "gspo"], base={}, teams=["team", "state"])
     console = Console(width=200, file=io.StringIO(), record=True)
     print_plan(console, study, 2, 1)
     told = [line for line in console.export_text().splitlines() if "Decision:" in line]
     assert [line.partition(":")[0] for line in told] == ["team, hacpo"]
 
 
-def test_every_field_of_study_json_is_documented(tmp_path: Path) -> None:
+def test_every_field_of_study_json_is_documented(study: Study) -> None:
     page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
-    study = make(tmp_path)
-    finish(study)
     found = collect(study, {}, {})
     lists = {name for name in ("runs", "agents", "accounting", "comparisons") if found[name]}
     fields = set(found) | {field for name in lists for field in found[name][0]}

@@ -18,9 +18,10 @@ import yaml
 from rich.console import Console
 
 from conftest import FAST
+from hacrl.config.study import StudyConfig
 from hacrl.errors import UserError
 from hacrl.run import train
-from hacrl.study.grid import Study, StudyConfig
+from hacrl.study.grid import Study
 from hacrl.study.runner import (
     Child,
     Places,

@@ -1,4 +1,4 @@
-"""The plan of a run against what was measured (docs/performance.md), and against the rules of the executors."""
+"""The plan of a run against what was measured (docs/speed.md), and against the rules of the executors."""
 
 from pathlib import Path
 from typing import Any

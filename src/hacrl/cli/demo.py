@@ -1,23 +1,25 @@
-"""`make demo`: the demo pair learns together, by HACPO and by robust HACPO, and each alone, for the same rollouts."""
+"""`hacrl demo`: two agents learn together, by HACPO and by robust HACPO, and each alone, for the same rollouts."""
 
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
+from typer import Option
 
+from hacrl.cli.common import Overrides
+from hacrl.cli.common import console as terminal
+from hacrl.cli.tables import new_table
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
-from hacrl.live.progress import duration
-from hacrl.run import train
 
 EVIDENCE = Path(__file__).parent / "demo_seeds.json"
-"""What `docs/results/demo.yaml` found over several seeds."""
+"""Gain over GSPO of each agent and algorithm in `docs/results/demo.yaml`: the mean, and how many seeds are ahead."""
 NO_EVIDENCE = "You changed the demo's settings; its results over five seeds hold for the original ones only."
 NOT_COMPARED: dict[str, Any] = {
     **dict.fromkeys(("output_dir", "report_to", "seed", "device"), True),
@@ -32,8 +34,20 @@ TITLES = {
 }
 
 
+def demo(
+    output_dir: Annotated[str | None, Option(help="Default: the next free runs/demo-N.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train two agents alone (GSPO) and together (HACPO, robust HACPO), and compare."""
+    run_demo(terminal, output_dir, overrides or [])
+
+
 def run_demo(console: Console, output_dir: str | None, overrides: list[str]) -> dict[str, dict[str, Any]]:
-    base = Path(output_dir) if output_dir else next_free(Path("runs"))
+    """Train with each algorithm in turn, print the comparison, and return the summaries by algorithm."""
+    from hacrl.run import train
+
+    numbered = (Path("runs") / f"demo-{number}" for number in itertools.count(1))
+    base = Path(output_dir) if output_dir else next(path for path in numbered if not path.exists())
     if base.exists() and any(base.iterdir()):
         raise UserError(f"{base} is not empty. Choose another --output-dir.")
     started = time.monotonic()
@@ -48,13 +62,6 @@ def run_demo(console: Console, output_dir: str | None, overrides: list[str]) -> 
     return summaries
 
 
-def next_free(folder: Path) -> Path:
-    number = 1
-    while (folder / f"demo-{number}").exists():
-        number += 1
-    return folder / f"demo-{number}"
-
-
 def same_experiment(config: RunConfig, checked: RunConfig) -> bool:
     """Whether the evidence for one config holds for the other."""
     return config.model_dump(exclude=NOT_COMPARED) == checked.model_dump(exclude=NOT_COMPARED)
@@ -63,18 +70,15 @@ def same_experiment(config: RunConfig, checked: RunConfig) -> bool:
 def print_result(
     console: Console, summaries: dict[str, dict[str, Any]], base: Path, seconds: float, as_checked: bool
 ) -> None:
-    table = Table(title="Accuracy on held-out problems", title_justify="left")
-    for name in ("agent", "start", "GSPO", "HACPO", "robust HACPO", "robust HACPO − GSPO", "rollouts of its own, each"):
-        table.add_column(name, justify="left" if name == "agent" else "right")
-    by_agent = {
-        agent_id: {name: summary["agents"][agent_id] for name, summary in summaries.items()}
-        for agent_id in summaries["gspo"]["agents"]
-    }
-    for agent_id, runs in by_agent.items():
-        final = {name: agent["final_accuracy"] for name, agent in runs.items()}
-        accuracies = [f"{value:.3f}" for value in (runs["gspo"]["start_accuracy"], *final.values())]
+    from hacrl.live.progress import duration
+
+    columns = ("agent", "start", "GSPO", "HACPO", "robust HACPO", "robust HACPO − GSPO", "rollouts of its own, each")
+    table = new_table("Accuracy on held-out problems", *columns)
+    for agent_id, alone in summaries["gspo"]["agents"].items():
+        final = {name: summary["agents"][agent_id]["final_accuracy"] for name, summary in summaries.items()}
+        accuracies = [f"{value:.3f}" for value in (alone["start_accuracy"], *final.values())]
         gain = f"{100 * (final['hacpo_robust'] - final['gspo']):+.1f} points"
-        table.add_row(agent_id, *accuracies, gain, f"{runs['gspo']['rollouts']:,}")
+        table.add_row(agent_id, *accuracies, gain, f"{alone['rollouts']:,}")
     console.print(table)
     spent = [f"{name} {summary['rollouts']:,}" for name, summary in summaries.items()]
     console.print(f"Rollouts sampled: {', '.join(spent)}. Time: {duration(seconds)}. Files: {base}", highlight=False)
@@ -96,15 +100,9 @@ def print_result(
 def evidence() -> str:
     """One sentence on how far the gain holds over seeds."""
     data = json.loads(EVIDENCE.read_text(encoding="utf-8"))
-    seeds = data["seeds"]
-    titles = {"hacpo": "HACPO", "hacpo_robust": "robust HACPO"}
-    gains = [
-        f"{agent} {', '.join(f'{title} {gain_of(row, name, seeds)}' for name, title in titles.items())}"
-        for agent, row in data["agents"].items()
-    ]
-    return f"Checked over {seeds} seeds, mean gain over GSPO in points: {'; '.join(gains)}."
-
-
-def gain_of(row: dict[str, Any], name: str, seeds: int) -> str:
-    gain = row["gain"][name]
-    return f"{100 * gain['mean']:+.1f} ({gain['seeds_ahead']} of {seeds} ahead)"
+    seeds, titles = data["seeds"], {"hacpo": "HACPO", "hacpo_robust": "robust HACPO"}
+    told = []
+    for agent, gains in data["gains"].items():
+        own = [f"{titles[name]} {100 * gain:+.1f} ({ahead} of {seeds} ahead)" for name, (gain, ahead) in gains.items()]
+        told.append(f"{agent} {', '.join(own)}")
+    return f"Checked over {seeds} seeds, mean gain over GSPO in points: {'; '.join(told)}."

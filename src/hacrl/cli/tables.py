@@ -1,5 +1,6 @@
 """What commands print as tables."""
 
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,37 @@ from rich.table import Table
 from rich.text import Text
 
 from hacrl.config import RunConfig
+from hacrl.config.strict_yaml import dump_yaml
+from hacrl.evaluation.options import Options
+
+
+def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
+    """An empty table with numbers to the right, and texts, whose columns are named, to the left."""
+    table = Table(title=Text(title, style="table.title"), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", **options)
+    return table
+
+
+def decimals(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def print_models(console: Console) -> None:
     from hacrl.agents.zoo.catalog import catalog
     from hacrl.config.settings import PRESETS, preset_names, read_source
 
-    table = Table(title="The zoo: tiny models for experiments on a laptop; validation accuracy", title_justify="left")
-    for name in ("model", "architecture", "tokenizer", "parameters", "sampled", "greedy"):
-        left = name in ("model", "architecture", "tokenizer")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "model")
+    title = "The zoo: tiny models for experiments on a laptop; validation accuracy"
+    texts = ("model", "architecture", "tokenizer")
+    table = new_table(title, *texts, "parameters", "sampled", "greedy", left=texts)
+    table.columns[0].no_wrap = True
     for row in catalog():
         accuracies = [f"{accuracy:.2f}" for accuracy in (row.sampled_accuracy, row.validation_accuracy)]
         table.add_row(f"zoo:{row.name}", row.architecture, row.tokenizer, f"{row.parameters:,}", *accuracies)
     console.print(table)
-    presets = Table(title="Presets", title_justify="left")
-    for name in ("preset", "agents", "about"):
-        presets.add_column(name, no_wrap=name == "preset", overflow="fold")
+    texts = ("preset", "agents", "about")
+    presets = new_table("Presets", *texts, left=texts, overflow="fold")
+    presets.columns[0].no_wrap = True
     for name in preset_names():
         data, _ = read_source(name)
         first_line = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
@@ -34,44 +49,15 @@ def print_models(console: Console) -> None:
 
 
 def print_plan(console: Console, config: RunConfig) -> None:
+    """What a run would do and cost, for `--dry-run`."""
     from hacrl.live.browse import prompt_text, shortened
-    from hacrl.live.progress import duration
-    from hacrl.training.plan import first_problem, plan, step_seconds
+    from hacrl.training.plan import first_problem
 
-    plans = plan(config)
-    console.print(Text(config.to_yaml()), soft_wrap=True)
-    table = Table(title="Per step", title_justify="left")
-    for name in ("agent", "parameters", "rollouts sampled", "rollouts used", "updates"):
-        table.add_column(name, justify="left" if name == "agent" else "right")
-    for row in plans:
-        parameters = f"{row.parameters:,}" + (f" + {row.adapters:,} in adapters" if row.adapters else "")
-        counts = (row.rollouts_sampled, row.rollouts_used, row.updates)
-        table.add_row(row.id, parameters, *[f"{count:,}" for count in counts])
-    console.print(table)
-    for row in plans:
-        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
-        memory = f"{row.id}: memory (GiB, estimate) {sum(row.memory.values()):.2f} = {parts}"
-        if row.host_memory:
-            memory += f"; {row.host_memory:.2f} in the computer's memory"
-        console.print(memory, highlight=False, markup=False, soft_wrap=True)
-    times = Table(title="Seconds of a step (estimate)", title_justify="left")
-    for name in ("agent", "device", "sampling", "learning"):
-        times.add_column(name, justify="right" if name.endswith("ing") else "left")
-    for row in plans:
-        times.add_row(row.id, row.device, f"{row.sampling:,.2f}", f"{row.learning:,.2f}")
-    console.print(times)
-    seconds = step_seconds(config, plans)
-    console.print(
-        f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
-        f"{config.max_steps * config.rollouts_per_step:,} rollouts in all.\n"
-        f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
-        "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
-    )
+    print_costs(console, config)
     problem, remarks = first_problem(config)
     told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
-    remarks += [sentence for sentence in told if sentence]
-    for remark in remarks:
-        console.print(f"note {remark}", highlight=False, markup=False, soft_wrap=True)
+    for remark in filter(None, (*remarks, *told)):
+        console.print(Text(f"note {remark}"), soft_wrap=True)
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
         console.print(Text.assemble("Its answer: ", shortened(problem.answer)))
@@ -80,45 +66,85 @@ def print_plan(console: Console, config: RunConfig) -> None:
     )
 
 
-def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    table = Table(title=f"{summary.get('algorithm')}, {summary['steps']} steps", title_justify="left")
-    for name in ("agent", "start", "final", "rollouts", "updates", "unverified", "dropped"):
-        table.add_column(name, justify="left" if name == "agent" else "right")
-    for agent_id, agent in summary["agents"].items():
-        accuracies = [
-            "–" if agent.get(key) is None else f"{agent[key]:.3f}" for key in ("start_accuracy", "final_accuracy")
-        ]
-        counts = [f"{agent.get(name, 0):,}" for name in ("rollouts", "updates", "unverified", "dropped")]
-        table.add_row(agent_id, *accuracies, *counts)
+def print_costs(console: Console, config: RunConfig) -> None:
+    """Rollouts, updates, memory and seconds that a run would need."""
+    from hacrl.live.progress import duration
+    from hacrl.training.plan import plan, step_seconds
+
+    plans = plan(config)
+    console.print(Text(config.to_yaml()), soft_wrap=True)
+    table = new_table("Per step", "agent", "parameters", "rollouts sampled", "rollouts used", "updates")
+    times = new_table(
+        "Seconds of a step (estimate)", "agent", "device", "sampling", "learning", left=("agent", "device")
+    )
+    for row in plans:
+        parameters = f"{row.parameters:,}" + (f" + {row.adapters:,} in adapters" if row.adapters else "")
+        counts = (row.rollouts_sampled, row.rollouts_used, row.updates)
+        table.add_row(row.id, parameters, *[f"{count:,}" for count in counts])
+        times.add_row(row.id, row.device, f"{row.sampling:,.2f}", f"{row.learning:,.2f}")
     console.print(table)
-    look = f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}"
-    console.print(look, highlight=False, markup=False, soft_wrap=True)
+    for row in plans:
+        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
+        memory = f"{row.id}: memory (GiB, estimate) {sum(row.memory.values()):.2f} = {parts}"
+        if row.host_memory:
+            memory += f"; {row.host_memory:.2f} in the computer's memory"
+        console.print(Text(memory), soft_wrap=True)
+    console.print(times)
+    seconds = step_seconds(config, plans)
+    console.print(
+        f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
+        f"{config.max_steps * config.rollouts_per_step:,} rollouts in all.\n"
+        f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
+        "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
+    )
 
 
-def print_benchmarks(console: Console, results: dict[str, Any], folder: Path, names: list[str]) -> None:
-    def cells(figure: dict[str, Any]) -> list[str]:
-        numbers = ["–" if figure[name] is None else f"{figure[name]:.3f}" for name in ("value", "low", "high")]
-        return [numbers[0], f"{numbers[1]} – {numbers[2]}" if figure["low"] is not None else "–"]
+def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
+    counted = ("rollouts", "updates", "unverified", "dropped")
+    title = f"{summary.get('algorithm')}, {summary['steps']} steps"
+    table = new_table(title, "agent", "start", "final", *counted)
+    for agent_id, agent in summary["agents"].items():
+        accuracies = [decimals(agent.get(name)) for name in ("start_accuracy", "final_accuracy")]
+        table.add_row(agent_id, *accuracies, *(f"{agent.get(name, 0):,}" for name in counted))
+    console.print(table)
+    console.print(Text(f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}"), soft_wrap=True)
 
+
+def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Path]) -> None:
+    measured = ("start_loss", "final_loss", "start_accuracy", "final_accuracy")
+    columns = [*(name.replace("_", " ") for name in measured), "rows", "dropped"]
+    table = new_table(f"Warm-up, {summary['steps']} steps", "agent", *columns)
+    for agent_id, agent in summary["agents"].items():
+        counts = (agent.get("rows", 0), sum(agent.get("dropped", {}).values()))
+        table.add_row(agent_id, *(decimals(agent.get(name)) for name in measured), *(f"{n:,}" for n in counts))
+    console.print(table)
+    agents = [{"id": agent_id, "model": str(model)} for agent_id, model in models.items()]
+    console.print(Text(f"Use them in a config:\n{dump_yaml({'agents': agents})}"), end="", soft_wrap=True)
+
+
+def print_accuracies(console: Console, target: str, options: Options) -> None:
+    """Held-out accuracy of a model or of a run's agents; parts of a mixture below each."""
+    from hacrl.evaluation.heldout import evaluate_target
+    from hacrl.evaluation.subjects import config_of
+    from hacrl.report.collect import describe_task
+
+    config = options.config or "demo"
+    task = describe_task(config_of(target, config).task.model_dump())
+    columns = ("agent", "model", "accuracy", "95 % interval", "problems", "unverified")
+    table = new_table(f"Held-out accuracy of {target} on {task}", *columns, overflow="fold")
+    for row in evaluate_target(target, config, options.checkpoint, options.limit, options.output):
+        labels = (Text(row.agent), Text(row.model)) if row.part is None else (Text(""), Text(row.part, style="dim"))
+        interval = f"{row.low:.3f} – {row.high:.3f}"
+        table.add_row(*labels, f"{row.accuracy:.3f}", interval, str(row.problems), str(row.unverified))
+    console.print(table)
+
+
+def print_benchmarks(console: Console, results: dict[str, Any], folder: Path, names: Sequence[str]) -> None:
     for agent_id, agent in results["agents"].items():
-        table = Table(title=Text(f"{agent_id}: {agent['model']}"), title_justify="left")
-        for name in ("benchmark", "problems", "figure", "value", "95 % interval"):
-            table.add_column(name, justify="left" if name in ("benchmark", "figure") else "right")
-        remarks = []
+        columns = ("benchmark", "problems", "figure", "value", "95 % interval")
+        table = new_table(f"{agent_id}: {agent['model']}", *columns, left=("benchmark", "figure"))
         for name in names:
-            row = agent["benchmarks"][name]
-            k, figures = row["settings"]["k"], row["figures"]
-            table.add_row(Text(name), f"{row['settings']['problems']:,}", "avg@1", *cells(figures["avg@1"]))
-            between = [f"pass@{n}" for n in range(2, k) if f"pass@{n}" in figures]  # 1 and k are avg@k and best@k
-            for figure in [f"avg@{k}", f"maj@{k}", *between, f"best@{k}"] if k > 1 else []:
-                table.add_row("", "", figure, *cells(figures[figure]))
-            for count, what in (
-                (row["unverified"], "have no verdict"),
-                (row["cut_off"], "were cut off"),
-                (row["no_room"], "are wrong because the prompt does not fit into the model"),
-            ):
-                if count:
-                    remarks.append(f"{name}: {count:,} of {row['completions']:,} completions {what}.")
+            add_benchmark(table, name, agent["benchmarks"][name])
         if len(names) > 1:
             mean = agent["mean"]
             table.add_section()
@@ -127,12 +153,35 @@ def print_benchmarks(console: Console, results: dict[str, Any], folder: Path, na
                 if mean[figure] != mean["avg@1"]:
                     table.add_row("", "", shown, *cells(mean[figure]))
         console.print(table)
-        for remark in remarks:
-            console.print(remark, highlight=False, markup=False, emoji=False)
-    console.print(f"Completions and all figures: {folder}", highlight=False, markup=False, emoji=False, soft_wrap=True)
+        for name in names:
+            row = agent["benchmarks"][name]
+            for count, what in (
+                (row["unverified"], "have no verdict"),
+                (row["cut_off"], "were cut off"),
+                (row["no_room"], "are wrong because the prompt does not fit into the model"),
+            ):
+                if count:
+                    console.print(Text(f"{name}: {count:,} of {row['completions']:,} completions {what}."))
+    console.print(Text(f"Completions and all figures: {folder}"), soft_wrap=True)
+
+
+def add_benchmark(table: Table, name: str, row: dict[str, Any]) -> None:
+    """One line for each figure of a benchmark."""
+    k, figures = row["settings"]["k"], row["figures"]
+    table.add_row(Text(name), f"{row['settings']['problems']:,}", "avg@1", *cells(figures["avg@1"]))
+    between = [f"pass@{n}" for n in range(2, k) if f"pass@{n}" in figures]  # 1 and k are avg@k and best@k
+    for figure in [f"avg@{k}", f"maj@{k}", *between, f"best@{k}"] if k > 1 else []:
+        table.add_row("", "", figure, *cells(figures[figure]))
+
+
+def cells(figure: dict[str, Any]) -> tuple[str, str]:
+    """A figure and its interval."""
+    low, high = figure["low"], figure["high"]
+    return decimals(figure["value"]), "–" if low is None else f"{decimals(low)} – {decimals(high)}"
 
 
 def print_checks(console: Console, names: list[str] | None, data: Path) -> None:
+    """What the verifier says of the benchmarks' own answers."""
     from hacrl.evaluation.check import check_verifier
     from hacrl.tasks.benchmarks import found_in, load_benchmarks
 
@@ -152,5 +201,4 @@ def print_checks(console: Console, names: list[str] | None, data: Path) -> None:
             (check.shuffled_unverified, "shuffled, no verdict"),
         ):
             lines += [f"  {what}: {exception}" for exception in exceptions]
-        for line in lines:
-            console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        console.print(Text("\n".join(lines)), soft_wrap=True)

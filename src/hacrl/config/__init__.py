@@ -1,17 +1,9 @@
 """The settings of a run as one typed tree; tasks, warm-ups and studies beside it."""
 
-from hacrl.config.run import (
-    AgentConfig,
-    LoraConfig,
-    ModelSettings,
-    ResourcesConfig,
-    RunConfig,
-    Settings,
-    check_command,
-    checked,
-    parse_algorithm,
-    without_shared_settings,
-)
+from hacrl.config.agent import AgentConfig, LoraConfig, ModelSettings, ResourcesConfig, Settings
+from hacrl.config.algorithm import parse_algorithm
+from hacrl.config.run import RunConfig
+from hacrl.config.strict import checked
 
 __all__ = [
     "AgentConfig",
@@ -20,8 +12,6 @@ __all__ = [
     "ResourcesConfig",
     "RunConfig",
     "Settings",
-    "check_command",
     "checked",
     "parse_algorithm",
-    "without_shared_settings",
 ]

@@ -1,5 +1,6 @@
 """Settings as they are given, before anything is checked: presets, YAML files and `key=value`."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ PRESETS = Path(__file__).parent / "presets"
 
 
 def preset_names() -> list[str]:
+    """Names of the bundled configs of runs."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
+    """The settings in a preset or a YAML file, and its name for error messages."""
     path = Path(source)
     if str(source) in preset_names():
         path = PRESETS / f"{source}.yaml"
-    elif not is_file(path):
+    elif not os.path.isfile(path):  # which takes a name that is too long for one of no file
         if (path / "config.yaml").is_file():
             raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
         if path.suffix in (".yaml", ".yml") or path.parent != Path():
@@ -32,32 +35,25 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
     return data, str(source)
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; what cannot be a path is none."""
-    try:
-        return path.is_file()
-    except OSError:  # a name too long, or in a folder that nobody may look into
-        return False
-
-
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`a.b.c=value`; the last one wins; another algorithm.name starts from that algorithm's defaults."""
-    pairs: list[tuple[list[str], Any]] = []
+    """Apply `a.b.c=value`. The last one wins; another algorithm.name starts from that algorithm's defaults."""
+    values: dict[tuple[str, ...], Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise UserError(f"{override!r} is not of the form key=value, for example max_steps=20.")
         if key.count(".") >= MAX_DEPTH:
             raise UserError(f"{key[:40]}...: more than {MAX_DEPTH} names with dots between them.")
-        pairs.append((key.split("."), load_yaml(text, f"The value of {key}")))
-    pairs = [pair for i, pair in enumerate(pairs) if all(pair[0] != later for later, _ in pairs[i + 1 :])]
+        path = tuple(key.split("."))
+        values.pop(path, None)
+        values[path] = load_yaml(text, f"The value of {key}")
     # The name decides which options exist, so it comes before them wherever it stands.
-    pairs.sort(key=lambda pair: pair[0] not in (["algorithm"], ["algorithm", "name"]))
-    for path, value in pairs:
+    naming = ("algorithm",), ("algorithm", "name")
+    for path, value in sorted(values.items(), key=lambda item: item[0] not in naming):
         section = data.get("algorithm")
         name = section.get("name", value) if isinstance(section, dict) else None  # options without a name stay
-        renamed = path == ["algorithm", "name"] and name != value
-        if renamed or (path == ["algorithm"] and isinstance(value, str)):
+        renamed = path == ("algorithm", "name") and name != value
+        if renamed or (path == ("algorithm",) and isinstance(value, str)):
             data = {**data, "algorithm": {"name": value}}
         else:
             data = _replace(data, path, value, ".".join(path))
@@ -65,7 +61,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def with_overrides(where: str, overrides: Sequence[str]) -> str:
-    """What a mistake is in, for a person: the file may be right and an override wrong."""
+    """Where a mistake is, for a person: the file may be right and an override wrong."""
     return " ".join([where, "with", *overrides] if overrides else [where])
 
 

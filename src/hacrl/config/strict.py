@@ -1,9 +1,13 @@
-"""What every section of a config is: unknown keys and numbers that are none are errors. Every number has a limit."""
+"""What all settings have in common: unknown keys are errors, every number has a limit, each mistake is one line."""
 
 import math
-from typing import Annotated, Any, get_args
+import reprlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hacrl.errors import UserError, nearest
 
 MOST = 1_000_000_000
 Count = Annotated[int, Field(ge=0, le=MOST)]
@@ -18,10 +22,15 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A time limit; at most a year."""
 Weight = Annotated[float, Field(gt=0, le=1e6)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""A name that can be part of a path and of a metric."""
+
+MAX_MISTAKES = 20
+"""Mistakes that an error lists."""
 
 
 def plain_data(value: Any, place: str = "") -> Any:
-    """ValueError unless JSON can hold it, with numbers of a usual size: it is written to files and read again."""
+    """Raise ValueError unless JSON can hold the value, with numbers of a usual size: it is written to files."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -40,11 +49,11 @@ def plain_data(value: Any, place: str = "") -> Any:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(plain_data)]
-"""Options that somebody else's code takes."""
+"""Options that are handed to another library."""
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors, and so are true/false where a number is meant."""
+    """A section of settings. Unknown keys are errors, and so are true and false where a number belongs."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True, validate_default=True
@@ -61,6 +70,64 @@ class Strict(BaseModel):
         return data
 
 
+def parts(annotation: Any) -> Iterator[Any]:
+    """A type and the types it is made of, such as those inside a list or a union."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from parts(part)
+
+
 def is_number(annotation: Any) -> bool:
     """Whether a type is int or float, optional ones and those with limits included."""
-    return annotation in (int, float) or any(is_number(part) for part in get_args(annotation))
+    return any(part in (int, float) for part in parts(annotation))
+
+
+def section_at(model: type[BaseModel], place: Sequence[str | int]) -> type[BaseModel]:
+    """The section that a place in a tree of settings leads to, for example ("agents", 0, "lora")."""
+    for name in place:
+        if name in model.model_fields:
+            kinds = parts(model.model_fields[str(name)].annotation)
+            model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Strict)), model)
+    return model
+
+
+Tree = TypeVar("Tree", bound=BaseModel)
+
+
+def checked(model: type[Tree], data: dict[str, Any], where: str = "") -> Tree:
+    """Build the typed tree; UserError with a line for each mistake. `where` is what the user knows the data by."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise UserError((f"{where}: " if where else "") + "\n".join(explain(error, model))) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel] = Strict) -> list[str]:
+    """One line for each mistake: the place, the value and what to do. `model` is the tree that has the mistakes."""
+    mistakes = error.errors()
+    for_all_agents = {mistake["loc"] for mistake in mistakes}
+    # A setting of the run, which its agents share, is told once.
+    mistakes = [each for each in mistakes if each["loc"][:1] != ("agents",) or each["loc"][2:] not in for_all_agents]
+    lines = []
+    for mistake in mistakes[:MAX_MISTAKES]:
+        place, message = ".".join(map(str, mistake["loc"])), explanation(mistake, model)
+        lines.append(f"{place}: {message}" if place else message)
+    if len(mistakes) > MAX_MISTAKES:
+        lines.append(f"and {len(mistakes) - MAX_MISTAKES} more mistakes")
+    return lines
+
+
+def explanation(mistake: Any, model: type[BaseModel]) -> str:
+    """What is wrong with one value, as pydantic found it."""
+    kind, value = mistake["type"], reprlib.repr(mistake["input"])
+    message = mistake["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if kind == "extra_forbidden":
+        *above, key = mistake["loc"]
+        if len(above) == 2 and above[0] == "agents" and key in model.model_fields:
+            return f"{key} is a setting of the whole run, not of one agent"
+        return f"unknown key {str(key)!r} (set to {value}){nearest(str(key), section_at(model, above).model_fields)}"
+    if kind == "missing":
+        return "missing"
+    if kind == "less_than_equal":
+        return f"must be at most {mistake['ctx']['le']:,.12g} (got {value})"
+    return message if kind == "value_error" else f"{message} (got {value})"

@@ -25,6 +25,9 @@ KINDS = {"int": "whole number", "float": "number", "bool": "boolean", "timestamp
 class Refused(yaml.MarkedYAMLError):
     """Valid YAML that no setting needs."""
 
+    def __init__(self, problem: str, mark: Any) -> None:
+        super().__init__(problem=problem, problem_mark=mark)
+
 
 class StrictLoader(yaml.SafeLoader):
     """A SafeLoader that takes plain data only, each key once, and nothing that grows without end."""
@@ -37,27 +40,23 @@ class StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
-        mark: Any = event.start_mark
         self._level += 1
         if self._level > MAX_DEPTH:
-            raise Refused(problem=f"nested deeper than {MAX_DEPTH} levels", problem_mark=mark)
+            raise Refused(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
         node = super().compose_node(parent, index)
         self._level -= 1
-        if node is None:
-            return None
-        if isinstance(event, yaml.AliasEvent):
-            if node not in self._extent:
-                raise Refused(problem=f"the alias *{event.anchor} refers to itself", problem_mark=mark)
-        else:
-            self._measure(node)
+        if isinstance(event, yaml.AliasEvent) and node not in self._extent:
+            raise Refused(f"the alias *{event.anchor} refers to itself", event.start_mark)
+        if node is not None and node not in self._extent:
+            self._extent[node] = self._measure(node)
         return node
 
-    def _measure(self, node: yaml.Node) -> None:
+    def _measure(self, node: yaml.Node) -> tuple[int, int]:
+        """Size and depth of a node; refuses tags, keys that are there twice, and what is too large or too deep."""
         if node.tag not in PLAIN:
-            raise Refused(problem=f"the tag {node.tag!r} has no meaning in settings", problem_mark=node.start_mark)
+            raise Refused(f"the tag {node.tag!r} has no meaning in settings", node.start_mark)
         if isinstance(node, yaml.ScalarNode):
-            self._extent[node] = (1 + len(node.value), 1)
-            return
+            return 1 + len(node.value), 1
         children = node.value
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
@@ -65,27 +64,25 @@ class StrictLoader(yaml.SafeLoader):
         extents = [self._extent[child] for child in children]
         size, depth = 1 + sum(size for size, _ in extents), 1 + max((depth for _, depth in extents), default=0)
         if size > MAX_SIZE:
-            problem = f"more than {MAX_SIZE:,} values and characters, with aliases written out"
-            raise Refused(problem=problem, problem_mark=node.start_mark)
+            raise Refused(f"more than {MAX_SIZE:,} values and characters, with aliases written out", node.start_mark)
         if depth > MAX_DEPTH:
-            problem = f"nested deeper than {MAX_DEPTH} levels, with aliases written out"
-            raise Refused(problem=problem, problem_mark=node.start_mark)
-        self._extent[node] = (size, depth)
+            raise Refused(f"nested deeper than {MAX_DEPTH} levels, with aliases written out", node.start_mark)
+        return size, depth
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Before merges are carried out, whose keys may be there a second time."""
+        """Refuse a key that is there twice. Merges, which may repeat keys, are carried out later."""
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise Refused(problem="a key must be a text or a number", problem_mark=key_node.start_mark)
+                raise Refused("a key must be a text or a number", key_node.start_mark)
             key = key_node.value if key_node.tag in (MERGE, f"{PREFIX}value") else self.construct_object(key_node)
             if key in seen:
                 problem = f"the key {key_node.value!r} is already in line {seen[key]}; remove one of them"
-                raise Refused(problem=problem, problem_mark=key_node.start_mark)
+                raise Refused(problem, key_node.start_mark)
             seen[key] = key_node.start_mark.line + 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """What the SafeLoader cannot convert, such as the date 2026-99-99, is an error with a place."""
+        """Convert a value. What the SafeLoader cannot convert, such as 2026-99-99, is an error with a place."""
         try:
             value = super().construct_object(node, deep)
         except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
@@ -95,11 +92,9 @@ class StrictLoader(yaml.SafeLoader):
                 problem += f": {error}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise Refused(problem="a number of more than 100 digits", problem_mark=node.start_mark)
+            raise Refused("a number of more than 100 digits", node.start_mark)
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise Refused(
-                problem="an incomplete character (a lone surrogate, \\ud800 to \\udfff)", problem_mark=node.start_mark
-            )
+            raise Refused("an incomplete character (a lone surrogate, \\ud800 to \\udfff)", node.start_mark)
         return value
 
 
@@ -145,14 +140,11 @@ def line_and_column(before: str) -> tuple[int, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    pass
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar(f"{PREFIX}str", text, style='"' if CONTROL.search(text) else None)
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar(f"{PREFIX}str", text, style='"' if CONTROL.search(text) else None)
-
-
-_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def dump_yaml(data: Any, **options: Any) -> str:

@@ -5,10 +5,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hacrl.config.strict import Few, Length, Options, Positive, Seconds, Size, Strict, Weight
+from hacrl.config.strict import Few, Label, Length, Options, Positive, Seconds, Size, Strict, Weight
 
 
 class RewardConfig(Strict):
+    """One reward function and its weight."""
+
     name: str
     """exact, math, soft_overlong, or module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
@@ -37,8 +39,8 @@ class CurriculumConfig(Strict):
     window: Positive = 5
 
 
-class SourceConfig(Strict):
-    """One source of problems and how answers to them are verified."""
+class ProblemsConfig(Strict):
+    """One kind of problems, and how answers to them are verified."""
 
     name: str | None = None
     """A procedural task: arithmetic, or gym:GENERATOR of reasoning-gym. Otherwise give `train`."""
@@ -98,10 +100,11 @@ class SourceConfig(Strict):
 
     @property
     def has_heldout(self) -> bool:
+        """Whether there are held-out problems to measure accuracy on."""
         return self.name is not None or self.eval is not None
 
-    def check_source(self) -> None:
-        """ValueError unless this says where problems come from."""
+    def check_problems(self) -> None:
+        """Raise ValueError unless the settings say where problems come from and how answers are verified."""
         if (self.name is None) == (self.train is None):
             raise ValueError("give either name (arithmetic, or gym:GENERATOR) or train (a file), not both")
         if self.name is None and not self.reward:
@@ -122,14 +125,14 @@ class SourceConfig(Strict):
             (is_data_set(self.eval), "data sets of the hub (org/name)", ("eval_subset",)),
         ):
             for option in options:
-                if not fits and getattr(self, option) != SourceConfig.model_fields[option].default:
+                if not fits and getattr(self, option) != ProblemsConfig.model_fields[option].default:
                     raise ValueError(f"{option} is for {whose}: remove it")
         if self.min_operators > self.max_operators:
             raise ValueError("min_operators is larger than max_operators")
 
 
 def is_data_set(source: str | None) -> bool:
-    """Whether it is no single file: one of the hub, or a folder."""
+    """Whether a name stands for a data set of the hub or a folder, not for a single file."""
     return source is not None and not source.endswith((".jsonl", ".json", ".parquet"))
 
 
@@ -138,10 +141,10 @@ def part_label(id: str | None, name: str | None, train: str | None) -> str:
     return id or (name or "").removeprefix("gym:") or Path(str(train)).stem
 
 
-class PartConfig(SourceConfig):
+class PartConfig(ProblemsConfig):
     """One part of a mixture."""
 
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    id: Label | None = None
     """What metrics call it; default: the task's or the file's name."""
     weight: Weight = 1.0
 
@@ -151,17 +154,17 @@ class PartConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        self.check_source()
+        self.check_problems()
         return self
 
 
-class TaskConfig(SourceConfig):
+class TaskConfig(ProblemsConfig):
     """Where problems come from and how answers are verified."""
 
     mixture: Annotated[list[PartConfig], Field(max_length=100)] = []
-    """Several sources in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
+    """Several kinds of problems in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
     eval_size: Size = 500
-    """At most so many held-out problems are used during training."""
+    """The most held-out problems that are used during training."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,10 +181,10 @@ class TaskConfig(SourceConfig):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if not self.mixture:
-            self.check_source()
+            self.check_problems()
             return self
-        for field in SourceConfig.model_fields:
-            if getattr(self, field) != SourceConfig.model_fields[field].default:
+        for field in ProblemsConfig.model_fields:
+            if getattr(self, field) != ProblemsConfig.model_fields[field].default:
                 raise ValueError(f"{field} belongs to a part of the mixture, not beside it")
         labels = [part.label for part in self.mixture]
         if len(set(labels)) < len(labels):

@@ -1,24 +1,14 @@
 """A whole warm-up as one typed tree."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hacrl.config.run import (
-    MAX_AGENTS,
-    SECTIONS,
-    AgentConfig,
-    ModelSettings,
-    check_command,
-    checked,
-    share_settings,
-    without_shared_settings,
-)
-from hacrl.config.settings import apply_overrides, read_source, with_overrides
-from hacrl.config.strict import Count, Options, Positive, Seed, Size, Strict, Weight
-from hacrl.config.strict_yaml import dump_yaml
+from hacrl.config.agent import AgentConfig, ModelSettings
+from hacrl.config.run import Team, TeamConfig
+from hacrl.config.strict import Count, Label, Options, Positive, Seed, Size, Strict, Weight
 from hacrl.config.task import TaskConfig, is_data_set
 from hacrl.errors import UserError
 
@@ -39,7 +29,7 @@ class DataConfig(Strict):
     task: TaskConfig | None = None
     """arithmetic, gym:GENERATOR, or a mixture of them."""
     weight: Weight = 1.0
-    """Share of the rows among several sources."""
+    """Share of the rows, where there are several files or tasks."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -51,7 +41,7 @@ class DataConfig(Strict):
 
 
 class WarmupSettings(ModelSettings):
-    """Settings of an agent. Given for the warm-up they hold for all agents; an agent may override each."""
+    """Settings of an agent in a warm-up. Given for the warm-up they hold for all agents; an agent may override each."""
 
     data: list[DataConfig] = Field(default_factory=list, max_length=100)
     """A file, a list of files, or {file or task, weight}."""
@@ -69,11 +59,13 @@ class WarmupSettings(ModelSettings):
 
 
 class WarmupAgentConfig(WarmupSettings):
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """One agent of a warm-up: a model, or how to make one, and its settings."""
+
+    id: Label
     model: str | None = None
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
     max_layers: Positive | None = None
-    """Keep only so many of the first layers."""
+    """How many of the first layers are kept."""
     drop_layers: list[Count] = Field(default_factory=list)
     """Leave these layers out, counted from 0."""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -109,13 +101,17 @@ class WarmupAgentConfig(WarmupSettings):
         return self.init == "random" or bool(self.max_layers or self.drop_layers)
 
     def for_agent(self, model: str) -> AgentConfig:
-        """What an agent of a run needs to know."""
+        """The settings of the agent that learns, as in a run."""
         shared = {name: getattr(self, name) for name in ModelSettings.model_fields}
         return AgentConfig(**shared, id=self.id, model=model, log_kl=False)
 
 
-class WarmupConfig(WarmupSettings):
-    agents: Annotated[list[WarmupAgentConfig], Field(min_length=1, max_length=MAX_AGENTS)]
+class WarmupConfig(TeamConfig, WarmupSettings):
+    """A whole warm-up."""
+
+    command = "warmup"
+
+    agents: Team[WarmupAgentConfig]
     task: TaskConfig | None = None
     """Greedy accuracy on its held-out problems is measured with the held-out loss."""
     eval_every: Count = 20
@@ -123,58 +119,22 @@ class WarmupConfig(WarmupSettings):
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the prompts in files that is never trained on, but used for the held-out loss."""
     eval_size: Size = 200
-    """At most so many held-out rows of each source."""
+    """The most held-out rows of each file or task."""
     save_every: Count = 50
     """Steps between checkpoints; 0: at the end only."""
     save_total_limit: Positive | None = 1
-    """Keep only so many of the newest; null: all."""
+    """How many of the newest checkpoints are kept; null: all."""
     seed: Seed = 0
     output_dir: str = "runs/warmup"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _share_settings(cls, data: Any) -> Any:
-        return share_settings(data, WarmupSettings)
-
-    @model_validator(mode="after")
-    def _unique(self) -> Self:
-        ids = [agent.id for agent in self.agents]
-        if len(set(ids)) < len(ids):
-            raise ValueError(f"agents: every id must be unique, but the ids are {', '.join(ids)}")
-        return self
-
     @property
     def last_step(self) -> int:
+        """The step after which no agent learns any more."""
         return max(agent.max_steps for agent in self.agents)
 
     @classmethod
-    def load(cls, source: str | Path, overrides: Iterable[str] = ()) -> Self:
-        """A YAML file with `key=value` overrides; UserError if anything is wrong."""
+    def load(cls, source: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file with `key=value` overrides; UserError if anything is wrong."""
         if not Path(source).is_file():
             raise UserError(f"There is no file {source}. The YAML file of a warm-up is needed.")
-        data, where = read_source(Path(source))
-        overrides = list(overrides)
-        data = apply_overrides(data, overrides)
-        check_command("warmup", data, where)
-        return cls.from_dict(data, with_overrides(where, overrides))
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
-        return checked(cls, data, where, WARMUP_SECTIONS)
-
-    def to_yaml(self) -> str:
-        """The resolved config; an agent's settings only where they differ from the others'."""
-        data = without_shared_settings(self.model_dump(mode="json"), WarmupSettings)
-        return dump_yaml({"agents": data["agents"], **data})
-
-
-TASK_SECTIONS = {place: section for place, section in SECTIONS.items() if place[:1] == ("task",)}
-WARMUP_SECTIONS: Mapping[tuple[str, ...], type[Strict]] = {
-    (): WarmupConfig,
-    ("agents",): WarmupAgentConfig,
-    ("data",): DataConfig,
-    ("agents", "data"): DataConfig,
-    **TASK_SECTIONS,
-    **{("data", *place): section for place, section in TASK_SECTIONS.items()},
-    **{("agents", "data", *place): section for place, section in TASK_SECTIONS.items()},
-}
+        return super().load(source, overrides)

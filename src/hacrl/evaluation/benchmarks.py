@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -22,6 +21,7 @@ from hacrl.config.settings import apply_overrides
 from hacrl.errors import UserError, warn
 from hacrl.evaluation.answers import Answerer, Judge, answer_line
 from hacrl.evaluation.figures import NO_ROOM, Figure, Line, by_problem_with_votes, figure, summary
+from hacrl.evaluation.options import Options
 from hacrl.evaluation.subjects import agents_of, check_model, is_run
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.statistics import Array, mean_over_sets
@@ -74,30 +74,10 @@ Place = tuple[str, int]
 """A problem's id and the number of one of its completions, from 0."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line was given; None: what the run has, or the default."""
-
-    benchmarks: Sequence[str]
-    data: Path | None = None
-    k: int | None = None
-    config: str | None = None
-    checkpoint: int | None = None
-    system_prompt: str | None = None
-    max_completion_length: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-    limit: int | None = None
-    batch_size: int | None = None
-    output: Path | None = None
-    overrides: Sequence[str] = ()
-    """key=value for any other setting of an agent."""
-
-
 def evaluate_benchmarks(target: str, options: Options, console: Console) -> tuple[dict[str, Any], Path]:
     """Evaluate a model, or every agent of a run, on each benchmark: the contents of eval.json, and its folder."""
     agents, seed, usual = _subjects(target, options)
-    sets = load_benchmarks(options.benchmarks, options.data, options.limit)
+    sets = load_benchmarks(options.benchmarks or [], options.data, options.limit)
     for each in sets:
         if each.without_reference:
             warn(f"{each.name}: {len(each.without_reference)} rows have no reference answer and are left out.")

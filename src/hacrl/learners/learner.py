@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hacrl.algorithms import Algorithm, Sequences, Terms, k3_kl
+from hacrl.algorithms import Algorithm, k3_kl
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
-from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.learners import gap
 from hacrl.learners.minibatch import Lesson, Minibatch, Texts
 from hacrl.learners.notes import Notes, StepNotes
@@ -145,25 +144,27 @@ class Learner(Updater):
     def kept(self, rollouts: Minibatch, notes: Notes, step: StepNotes) -> Minibatch:
         """Those of the rollouts that have a gradient, found by a pass without one, which records all of them."""
 
-        def look(batch: Minibatch, counts: bool) -> tuple[Notes, list[int]]:
-            new = Notes()
+        def look(batch: Minibatch, counts: bool) -> Notes:
             with torch.no_grad():
-                _, terms, _ = self.terms(batch, new, step)
-            return (new, batch.row_N[terms.kept_N.cpu()].tolist()) if counts else (Notes(), [])
+                return self.loss(batch, step)[1] if counts else Notes()
 
+        looks = self.passes(self.batches(rollouts), look)
+        notes.add(*looks)
         place = {row: n for n, row in enumerate(rollouts.row_N.tolist())}
-        kept: list[int] = []
-        for new, rows in self.passes(self.batches(rollouts), look):
-            notes.add(new)
-            kept += [place[row] for row in rows]
+        kept = [place[row] for new in looks for row in new.kept_rows()]
         return replace(rollouts[kept], seen=True)
 
     def loss(self, batch: Minibatch, step: StepNotes) -> tuple[Tensor, Notes]:
-        """Minus these rollouts' part of the objective, and what was noted on the way."""
-        notes = Notes()
-        sequences, terms, current = self.terms(batch, notes, step)
-        objective = (terms.objective_N * batch.mean_weight_N.to(self.device)).sum()
-        own = bool(batch.own_N.all())
+        """Minus these rollouts' part of the objective, and what was noted on the way. All are own, or all foreign."""
+        notes, own, weight_N = Notes(), bool(batch.own_N.all()), batch.mean_weight_N.to(self.device)
+        current = self.policy.scorer(batch.prompts, batch.completions, self.config.temperature)
+        notes.note("forward", batch.num_tokens)
+        sequences = batch.sequences(current.logp_NT.double(), current.mask_NT)
+        terms = self.algorithm.terms(sequences, step.made)
+        objective = (terms.objective_N * weight_N).sum()
+        if not batch.seen:
+            notes.note("objective", objective)
+            notes.record(batch.row_N, step.made, sequences, terms, weight_N)
         if own and self.reference is not None and (batch.kl_weight > 0 or step.first):
             with torch.no_grad():
                 start = self.reference(batch.prompts, batch.completions, self.config.temperature)
@@ -174,11 +175,12 @@ class Learner(Updater):
             notes.note("objective", -penalty)
             notes.note("kl", kl_N.sum())
             notes.note("kl_rollouts", len(batch))
-        notes.note("tokens", batch.num_tokens)
         if batch.entropy_weight > 0:
             bonus = batch.entropy_weight * current.entropy_NT.double().sum()
             objective = objective + bonus
             notes.note("objective", bonus)
+        if torch.is_grad_enabled():
+            notes.note("tokens", batch.num_tokens)
         if own:
             teaching = batch.teaches_N.nonzero().flatten().tolist()
             notes.note("entropy", current.entropy_NT[teaching].sum())
@@ -186,18 +188,6 @@ class Learner(Updater):
             if step.first and not step.stale:
                 gap.note(batch, sequences, terms, notes)
         return -objective, notes
-
-    def terms(self, batch: Minibatch, notes: Notes, step: StepNotes) -> tuple[Sequences, Terms, TokenLogprobs]:
-        """The rollouts under the learner as it is, and their terms of the objective."""
-        current = self.policy.scorer(batch.prompts, batch.completions, self.config.temperature)
-        notes.note("forward", batch.num_tokens)
-        sequences = batch.sequences(current.logp_NT.double(), current.mask_NT)
-        terms = self.algorithm.terms(sequences, step.made)
-        if not batch.seen:
-            weight_N = batch.mean_weight_N.to(self.device)
-            notes.note("objective", (terms.objective_N.detach() * weight_N).sum())
-            notes.record(batch.row_N, step.made, sequences, terms, weight_N)
-        return sequences, terms, current
 
     # --- log-probabilities without a gradient ------------------------------------------------------
 

@@ -70,6 +70,11 @@ class Notes:
         for name, column in columns.items():
             self.records[name].append(column.detach())
 
+    def kept_rows(self) -> list[int]:
+        """The recorded rollouts that have a gradient."""
+        columns = zip(self.records["row"], self.records["kept"], strict=True)
+        return [row for row_N, kept_N in columns for row in row_N[kept_N.cpu()].tolist()]
+
     def logprob_gap(self) -> dict[str, float]:
         """How far the sampler's log-probabilities are from the learner's; empty if nothing was compared."""
         if not self.sum("gap_tokens"):

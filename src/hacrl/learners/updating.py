@@ -89,7 +89,8 @@ class Updater:
             return (said if counts else None), None
 
         results = []
-        for said, gradients in self.passes(batches, work):
+        shares = [self.ranks.share(batch) for batch in batches]
+        for said, gradients in self.ranks.gather(side_by_side(work, shares, workers)):
             if said is not None:
                 results.append(said)
             if gradients is not None:

@@ -1,7 +1,6 @@
-"""The rollouts of a run, for a person to read."""
+"""Prints the rollouts of a run for a person to read: `hacrl rollouts`."""
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -10,15 +9,18 @@ from rich.text import Text
 
 from hacrl.errors import CONTROL, UserError, harmless
 from hacrl.tasks.problem import Prompt
-from hacrl.training.files import ROLLOUT, each_line
+from hacrl.training.files import Line, each_line
+from hacrl.training.records import ROLLOUT
 from hacrl.training.run_dir import RunDir
 
 MAX_CHARACTERS = 2_000
 GAP = "  "
-UNKNOWN: dict[str, Any] = {"index": 0, "reward": None, "num_tokens": 0, "logp_sum": None, "finish_reason": "–"}
-"""What is shown of a rollout that does not say it."""
+UNKNOWN: Line = {"index": 0, "reward": None, "num_tokens": 0, "logp_sum": None, "finish_reason": "–"}
+"""Fields that rollouts of earlier versions may lack, as they are shown."""
+OWN = ("#", "reward", "tokens", "logp/token", "ended")
+"""Columns about the rollout itself."""
 USES = ("A", "s", "kept")
-"""What is shown of a learner's use of a rollout: advantage, ratio, and whether it was kept."""
+"""Columns about each learner's use of it: advantage, ratio, and whether it was kept."""
 
 
 def show_rollouts(
@@ -30,6 +32,7 @@ def show_rollouts(
     limit: int,
     as_json: bool = False,
 ) -> None:
+    """Print the rollouts of a step, the newest unless one is given, prompt by prompt; `limit` prompts at most."""
     run = RunDir.open(run_path)
     steps = run.steps("rollouts")
     if not steps:
@@ -37,7 +40,7 @@ def show_rollouts(
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(f"{run_path} has no rollouts of step {step}; there are steps {steps[0]} to {steps[-1]}.")
-    groups: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    groups: dict[str, list[tuple[str, Line]]] = {}
     for text, line in each_line(run.step_file("rollouts", step), ROLLOUT):
         name = line.get("prompt_id", str(line["prompt"]))
         groups.setdefault(name, []).append((text, UNKNOWN | line))
@@ -61,55 +64,39 @@ def show_rollouts(
         console.print(f"{len(names) - limit} more prompts: --prompt N or --limit N.")
 
 
-def _show_group(console: Console, step: int, position: int, group: list[dict[str, Any]]) -> None:
-    """The prompt, then the answers of one source after the other, right ones first."""
-    title = f"step {step}, prompt {position}"
-    console.print(Panel(prompt_text(group[0]["prompt"]), title=title, title_align="left"))
-    by_source: dict[str, list[dict[str, Any]]] = {}
-    learners: dict[str, None] = {}
-    for line in group:
-        by_source.setdefault(line["source"], []).append(line)
-        learners |= dict.fromkeys(line.get("learners", {}))
-    for lines in by_source.values():
-        lines.sort(key=lambda line: (line["reward"] is None, -(line["reward"] or 0), line["index"]))
-    rows = {source: [_cells(line, list(learners)) for line in lines] for source, lines in by_source.items()}
-    header = ["#", "reward", "tokens", "logp/token", "ended", *(name for _ in learners for name in USES)]
-    every = [header, *(cells for own in rows.values() for cells in own)]
+def _show_group(console: Console, step: int, position: int, group: list[Line]) -> None:
+    """Print the prompt, then the answers of one source after the other, right ones first."""
+    console.print(Panel(prompt_text(group[0]["prompt"]), title=f"step {step}, prompt {position}", title_align="left"))
+    learners = list(dict.fromkeys(name for line in group for name in line.get("learners", {})))
+    rows: dict[str, list[tuple[Line, list[str]]]] = {line["source"]: [] for line in group}
+    for line in sorted(group, key=lambda line: (line["reward"] is None, -(line["reward"] or 0), line["index"])):
+        rows[line["source"]].append((line, _cells(line, learners)))
+    header = [*OWN, *USES * len(learners)]
+    every = [header, *(cells for own in rows.values() for _, cells in own)]
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-
     fitting = len(learners)
-    while console.is_terminal and fitting and _width(widths, fitting) > console.width:
+    while console.is_terminal and fitting and _width(widths[: len(OWN) + len(USES) * fitting]) > console.width:
         fitting -= 1
-    used = 5 + len(USES) * fitting
-    room = console.width - _width(widths, fitting) - len(GAP)
+    widths = widths[: len(OWN) + len(USES) * fitting]
+    room = console.width - _width(widths) - len(GAP)
     texts = [_text(line) for line in group]
     beside = all("\n" not in text.plain and text.cell_len <= room for text in texts)
     if learners:
-        # Each name stands over the columns of its learner; a long one is cut.
-        spans = [_width(widths[5 + 3 * k : 8 + 3 * k], 0, 3) for k in range(fitting)]
-        over = [name[:span].ljust(span) for name, span in zip(map(_plain, learners), spans, strict=False)]
-        console.print(_line([" " * _width(widths, 0), *over], [0] * (1 + fitting), "dim"), soft_wrap=True)
-    console.print(_line([*header[:used], "text" if beside else ""], widths[:used], "dim"), soft_wrap=True)
-    for source, lines in by_source.items():
-        console.print(Text.assemble((_plain(source), "bold"), f": {_summary(lines)}"), soft_wrap=True)
-        for line, cells in zip(lines, rows[source], strict=True):
-            reward = line["reward"]
-            row = _line(cells[:used], widths[:used])
-            start = widths[0] + len(GAP)
-            row.stylize("yellow" if reward is None else "green" if reward > 0 else "red", start, start + widths[1])
-            if beside:
-                console.print(row.append(GAP).append_text(_text(line)), soft_wrap=True)
-            else:
-                console.print(row, soft_wrap=True)
-                console.print(Padding(_text(line), (0, 0, 0, widths[0] + len(GAP))))
+        console.print(_names(learners[:fitting], widths), soft_wrap=True)
+    console.print(Text(_row(header, widths) + (f"{GAP}text" if beside else ""), style="dim"), soft_wrap=True)
+    for source, own in rows.items():
+        total = _summary([line for line, _ in own])
+        console.print(Text.assemble((_plain(source), "bold"), f": {total}"), soft_wrap=True)
+        for line, cells in own:
+            _show_rollout(console, line, Text(_row(cells, widths)), widths, beside)
     if fitting < len(learners):
-        missing = ", ".join(map(_plain, list(learners)[fitting:]))
+        missing = ", ".join(map(_plain, learners[fitting:]))
         hint = f"No room for what {missing} made of them: make the terminal wider, or use --json."
         console.print(Text(hint), style="dim")
     console.print()
 
 
-def _cells(line: dict[str, Any], learners: list[str]) -> list[str]:
+def _cells(line: Line, learners: list[str]) -> list[str]:
     cells = [
         str(line["index"]),
         "unverified" if line["reward"] is None else f"{line['reward']:g}",
@@ -126,18 +113,38 @@ def _cells(line: dict[str, Any], learners: list[str]) -> list[str]:
     return cells
 
 
-def _width(widths: list[int], learners: int, first: int = 5) -> int:
-    """Columns of the terminal that the first cells and those of so many learners take."""
-    taken = widths[: first + len(USES) * learners]
-    return sum(taken) + len(GAP) * (len(taken) - 1)
+def _show_rollout(console: Console, line: Line, row: Text, widths: list[int], beside: bool) -> None:
+    """Print the figures of a rollout, with its text beside them or below."""
+    reward, start = line["reward"], widths[0] + len(GAP)
+    row.stylize("yellow" if reward is None else "green" if reward > 0 else "red", start, start + widths[1])
+    if beside:
+        console.print(row.append(GAP).append_text(_text(line)), soft_wrap=True)
+    else:
+        console.print(row, soft_wrap=True)
+        console.print(Padding(_text(line), (0, 0, 0, start)))
 
 
-def _line(cells: list[str], widths: list[int], style: str = "") -> Text:
-    aligned = [cell.rjust(width) for cell, width in zip(cells, [*widths, 0], strict=False)]
-    return Text(GAP.join(aligned).rstrip(), style=style)
+def _names(learners: list[str], widths: list[int]) -> Text:
+    """The names of learners over their columns; long ones are cut."""
+    names = [" " * _width(widths[: len(OWN)])]
+    for k, name in enumerate(map(_plain, learners)):
+        first = len(OWN) + len(USES) * k
+        span = _width(widths[first : first + len(USES)])
+        names.append(name[:span].ljust(span))
+    return Text(GAP.join(names).rstrip(), style="dim")
 
 
-def _summary(lines: list[dict[str, Any]]) -> str:
+def _width(widths: list[int]) -> int:
+    """How wide neighbouring columns are together."""
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _row(cells: list[str], widths: list[int]) -> str:
+    """Cells in columns of these widths; those that have no column are left out."""
+    return GAP.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
+
+
+def _summary(lines: list[Line]) -> str:
     """How many of a source's answers are right."""
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     right = sum(reward > 0 for reward in rewards)
@@ -148,7 +155,7 @@ def _summary(lines: list[dict[str, Any]]) -> str:
     return text if len(rewards) == len(lines) else f"{text}, {len(lines) - len(rewards)} not judged"
 
 
-def _text(line: dict[str, Any]) -> Text:
+def _text(line: Line) -> Text:
     return shortened(line["text"] if "detail" not in line else f"{line['text']} ({line['detail']})")
 
 
@@ -163,6 +170,6 @@ def prompt_text(prompt: Prompt) -> Text:
 
 
 def shortened(text: str) -> Text:
-    """Model text as plain text: no markup, no control codes, not endless."""
+    """Text of a model as it can be shown: without markup and control codes, and not too long."""
     shown = harmless(text[:MAX_CHARACTERS])
     return Text(shown + (f" … ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""))

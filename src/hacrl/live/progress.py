@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a calm table in a terminal, plain lines elsewhere.
+"""What a person sees while a run goes on: a table in a terminal, a line for each step elsewhere.
 
 `View` is what is known of a run and how it looks; `hacrl train` and `hacrl watch` both show it.
 """
@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions
@@ -23,14 +22,16 @@ from rich.text import Text
 from hacrl.algorithms import Explanation
 from hacrl.config import RunConfig
 from hacrl.live.browse import shortened
+from hacrl.training.records import ProgressState
+from hacrl.training.run_dir import write_atomically
 
 COLUMNS = {"reward": 6, "accuracy": 13, "length": 6, "s": 5, "kept": 4, "tok/s": 6, "phase": 10}
-"""Widths: fixed, so that nothing moves when numbers change."""
+"""Widths of the columns, fixed so that nothing moves when numbers change."""
 DISPENSABLE = ("phase", "tok/s", "length", "kept", "s", "reward")
-"""What a narrow terminal does without, in this order."""
+"""Columns that a narrow terminal leaves out, in this order."""
 GAP = "  "
 RECENT = 20
-"""Steps that the time left is judged by."""
+"""How many of the last steps the time left is estimated from."""
 REFRESH_SECONDS = 0.25
 PUBLISH_SECONDS = 1.0
 SHORT_PHASE = 10
@@ -38,13 +39,13 @@ SHORT_PHASE = 10
 
 
 class View:
-    """What is known of a run. Rich renders it as the live table."""
+    """What is known of a run, which Rich can show as the live table."""
 
     def __init__(self, config: RunConfig, title: str | None = None) -> None:
         self.config = config
         explanation = config.algorithm.explain(len(config.agents))
         self.leaves_out = explanation.leaves_out is not None or explanation == Explanation()
-        """Whether some foreign rollouts may be left out, or nobody says so: else `kept` is always 1, and not shown."""
+        """Whether `kept` is shown: it is always 1 where the algorithm says that it leaves out no foreign rollouts."""
         self.title = title or f"{config.algorithm.name} · {config.output_dir}"
         self.step = 0
         self.metrics: dict[str, Any] = {}
@@ -57,17 +58,17 @@ class View:
         self.busy: set[str] = set()
         """Agents at work in this phase."""
         self.save_seconds = 0.0
-        """What the last checkpoint took."""
+        """Seconds that the last checkpoint took."""
         self.warning: str | None = None
         self.unverified = ""
         self._unverified: Counter[str] = Counter()
         self._plain: deque[float] = deque(maxlen=RECENT)
-        """Seconds of the recent steps, evaluation left out where it can be told apart."""
+        """Seconds of the recent steps, without evaluation unless every step has one."""
         self._evaluation = 0.0
-        """What the last evaluation took."""
+        """Seconds that the last evaluation took."""
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """The next line of metrics.jsonl."""
+        """Take in the next line of metrics.jsonl."""
         self.step, self.metrics = metrics["step"], metrics
         for agent in self.config.agents:
             latest = metrics.get(f"{agent.id}/eval_accuracy")
@@ -81,8 +82,7 @@ class View:
         self._time(metrics)
 
     def _time(self, metrics: dict[str, Any]) -> None:
-        evaluations = [metrics.get(f"{agent.id}/time/eval") for agent in self.config.agents]
-        known = [seconds for seconds in evaluations if seconds is not None]
+        known = known_values(metrics, [f"{agent.id}/time/eval" for agent in self.config.agents])
         seconds = metrics.get("step_time")
         if seconds is None:  # step 0, which is evaluation alone
             self._evaluation = max(known, default=0.0)
@@ -94,7 +94,7 @@ class View:
         self.left = "–" if left is None else duration(left)
 
     def seconds_left(self) -> float | None:
-        """By the recent steps, with the evaluations and checkpoints still to come; None while nothing is known."""
+        """Seconds for the steps, evaluations and checkpoints still to come; None while nothing is known."""
         if self.step >= self.config.max_steps:
             return 0.0
         if not self._plain:
@@ -105,14 +105,14 @@ class View:
         return seconds + self._due(self.config.save_every, at_the_end=self.config.save_final) * self.save_seconds
 
     def _due(self, every: int, *, at_the_end: bool = True) -> int:
-        """How often something will be done that is done every so many steps, and perhaps at the last."""
+        """How often something is still to come that is done every so many steps, and perhaps at the last."""
         before_last = (self.config.max_steps - 1) // every - self.step // every if every else 0
         return before_last + at_the_end
 
     # --- how it looks ------------------------------------------------------------------------------
 
     def line(self) -> str:
-        """The latest step as a plain line."""
+        """The latest step as a line for logs."""
         parts = [f"step {self.step}/{self.config.max_steps}"]
         for agent in self.config.agents:
             cells = {name: text for name, text in self.cells(agent.id).items() if text not in ("–", "")}
@@ -120,20 +120,24 @@ class View:
         return " | ".join([*parts, f"left {self.left}"])
 
     def cells(self, agent: str) -> dict[str, str]:
-        values = {name.removeprefix(f"{agent}/"): v for name, v in self.metrics.items() if name.startswith(f"{agent}/")}
+        """The latest figures of an agent by column."""
+
+        def cell(name: str, decimals: int, *keys: str) -> str:
+            known = known_values(self.metrics, [f"{agent}/{key}" for key in keys])
+            return fit(sum(known) / len(known) if known else None, COLUMNS[name], decimals)
+
         first, latest = self.accuracy.get(agent, (None, None))
         cells = {
-            "reward": fit(values.get("reward"), 6, 3),
+            "reward": cell("reward", 3, "reward"),
             "accuracy": "–" if first is None else f"{fit(first, 5, 3)} → {fit(latest, 5, 3)}",
-            "length": fit(values.get("completions/mean_length"), 6, 1),
+            "length": cell("length", 1, "completions/mean_length"),
         }
-        if self.config.algorithm.shares_rollouts and len(self.config.agents) > 1:
-            sources = [other.id for other in self.config.agents if other.id != agent]
-            for name, key in (("s", "ratio_mean"), *([("kept", "kept")] if self.leaves_out else [])):
-                found = [values.get(f"from_{source}/{key}") for source in sources]
-                known = [value for value in found if value is not None]
-                cells[name] = fit(sum(known) / len(known) if known else None, COLUMNS[name], 2)
-        cells["tok/s"] = fit(values.get("time/tokens_per_second"), 6, 0)
+        others = [other.id for other in self.config.agents if other.id != agent]
+        if self.config.algorithm.shares_rollouts and others:
+            cells["s"] = cell("s", 2, *(f"from_{other}/ratio_mean" for other in others))
+            if self.leaves_out:
+                cells["kept"] = cell("kept", 2, *(f"from_{other}/kept" for other in others))
+        cells["tok/s"] = cell("tok/s", 0, "time/tokens_per_second")
         cells["phase"] = self.phase if agent in self.busy else ""
         return cells
 
@@ -143,14 +147,15 @@ class View:
             yield line
 
     def lines(self, width: int) -> list[Text]:
-        """The table in so many columns: what does not fit is left out, nothing wraps."""
+        """The table at this width: columns that do not fit are left out, nothing wraps."""
         rows = {agent.id: self.cells(agent.id) for agent in self.config.agents}
         names = list(next(iter(rows.values())))
         id_width = min(max(map(len, [*rows, "agent"])), max(width // 4, 10))
-        for name in DISPENSABLE:
-            if id_width + sum(len(GAP) + COLUMNS[name] for name in names) > width and name in names:
-                names.remove(name)
         total = id_width + sum(len(GAP) + COLUMNS[name] for name in names)
+        for name in DISPENSABLE:
+            if total > width and name in names:
+                names.remove(name)
+                total -= len(GAP) + COLUMNS[name]
 
         def row(first: str, cells: dict[str, str]) -> str:
             shown = first if len(first) <= id_width else first[: id_width - 1] + "…"
@@ -158,10 +163,9 @@ class View:
             aligned = [cells[n].ljust(COLUMNS[n]) if n == "phase" else cells[n].rjust(COLUMNS[n]) for n in names]
             return GAP.join([shown.ljust(id_width), *aligned])
 
-        lines = [Text(self.title, style="bold"), Text(row("agent", {name: name for name in names}), style="dim")]
-        lines.append(Text("─" * total, style="dim"))
-        lines += [Text(row(agent, cells)) for agent, cells in rows.items()]
-        lines += [Text("─" * total, style="dim"), self._foot(total)]
+        rule = Text("─" * total, style="dim")
+        lines = [Text(self.title, style="bold"), Text(row("agent", {name: name for name in names}), style="dim"), rule]
+        lines += [*(Text(row(agent, cells)) for agent, cells in rows.items()), rule, self._foot(total)]
         if self.unverified:
             lines.append(Text(self.unverified, style="yellow"))
         if self.warning:
@@ -169,6 +173,7 @@ class View:
         return lines
 
     def _foot(self, width: int) -> Text:
+        """The line below the table: step, bar, phase and time left."""
         last = self.config.max_steps
         parts = [f"step {self.step:>{len(str(last))}}/{last}", f"{self._phase():<17}", f"time left {self.left:<12}"]
         if len(GAP.join(parts)) > width:
@@ -192,9 +197,8 @@ class Progress:
 
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
         self.view, self.console = View(config, title), console
-        self.live = (
-            Live(self.view, console=console, auto_refresh=False, transient=True) if console.is_interactive else None
-        )
+        live = Live(self.view, console=console, auto_refresh=False, transient=True)
+        self.live = live if console.is_interactive else None
         self._notes = _Notes(self)
         self._file: Path | None = None
         self._lock = Lock()
@@ -210,30 +214,27 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         self._ended.set()
         self._thread.join()
         if self.live:
-            self.live.transient = kind is None  # what a run came to before it failed stays
+            self.live.transient = error is None  # what a run came to before it failed stays
             self.live.stop()
         logging.getLogger("hacrl").removeHandler(self._notes)
 
     @contextmanager
     def published(self, file: Path) -> Iterator[None]:
-        """Meanwhile the phase can be read from this file."""
+        """While this lasts, the phase can be read from the file."""
         self._file = file
         try:
             yield
         finally:
             with self._lock:
                 self._file = None
-                for path in (file, aside_of(file)):
-                    path.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
     def recall(self, lines: Iterable[dict[str, Any]]) -> None:
-        """What a run that is continued had logged before."""
+        """Take in what a run that is continued had logged before."""
         for metrics in lines:
             self.view.add(metrics)
 
@@ -254,9 +255,9 @@ class Progress:
             self.console.print(Text(self.view.line()), soft_wrap=True)
 
     def _follow(self) -> None:
-        """Redraw what has changed, a few times a second whatever the steps take."""
+        """Redraw and publish what has changed, a few times a second however long steps take."""
         shown: list[Text] = []
-        published: dict[str, Any] = {}
+        published: ProgressState | None = None
         written = 0.0
         while not self._ended.wait(REFRESH_SECONDS):
             if self.live:
@@ -268,7 +269,7 @@ class Progress:
             if state != published and time.monotonic() - written >= PUBLISH_SECONDS and self._publish(state):
                 published, written = state, time.monotonic()
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> ProgressState:
         view = self.view
         return {
             "step": view.step,
@@ -279,26 +280,18 @@ class Progress:
             "warning": view.warning,
         }
 
-    def _publish(self, state: dict[str, Any]) -> bool:
+    def _publish(self, state: ProgressState) -> bool:
         with self._lock:
             if self._file is None:
                 return False
-            # Not flushed to disk, unlike the run's other files: nobody needs it after a crash. And a disk that is
-            # full is told by what does matter.
+            # Nobody needs it after a crash, and a full disk is reported by what does matter.
             with suppress(OSError):
-                aside = aside_of(self._file)
-                aside.write_text(json.dumps(state) + "\n", encoding="utf-8")
-                aside.replace(self._file)
+                write_atomically(self._file, json.dumps(state) + "\n", flush=False)
         return True
 
 
-def aside_of(file: Path) -> Path:
-    """Where a file is written before it gets its name."""
-    return file.with_name(f".{file.name}.partial")
-
-
 class _Notes(logging.Handler):
-    """Remembers the last warning; and prints warnings if nobody else does, above the table if there is one."""
+    """Remembers the last warning, and prints warnings if no other handler does: above the table if there is one."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -311,6 +304,11 @@ class _Notes(logging.Handler):
             logging.lastResort.handle(record)
 
 
+def known_values(metrics: dict[str, Any], names: Iterable[str]) -> list[float]:
+    """The values of those metrics that have one."""
+    return [value for name in names if (value := metrics.get(name)) is not None]
+
+
 def fit(value: float | None, width: int, decimals: int) -> str:
     """A number in at most so many characters, with fewer decimals if it is large."""
     if value is None or not math.isfinite(value):
@@ -321,6 +319,7 @@ def fit(value: float | None, width: int, decimals: int) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Seconds in words: 2 h 01 min, 1 min 05 s, 7 s."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

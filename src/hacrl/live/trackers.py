@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio (`report_to`)."""
+"""Sends metrics to TensorBoard, Weights & Biases or Trackio, besides metrics.jsonl (`report_to`)."""
 
 import json
 import math
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hacrl.config import RunConfig
@@ -22,14 +21,15 @@ NAMES = Kind("the names of a run in its trackers", {"*": str}, "Delete the file:
 
 
 class Tracker(Protocol):
-    """Opened with the config, the run's folder, its name there, and the step it goes on from (None: it is new)."""
+    """A tool that shows metrics. It is opened with the config, the run's folder, the run's name in the tool, and the
+    step the run goes on from, which is None for a new run."""
 
     needs_history: bool
-    """It wants the steps before this one too."""
+    """Whether the steps before this one have to be logged again."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
     def close(self, step: int, summary: dict[str, Any] | None) -> None:
-        """`summary` is None if the run did not come to its end."""
+        """End the run; `summary` is None if it was interrupted or failed."""
 
 
 class TensorBoard:
@@ -39,12 +39,12 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.needs_history = first is None
-        # From this step on, what an interrupted process has written is hidden.
+        # What an interrupted process has written from this step on is hidden.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
         self._text("config", config.to_yaml(), first or 0)
 
     def _text(self, name: str, text: str, step: int) -> None:
-        indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown's way to say: as it is
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # in Markdown, text to be shown as it is
         self.writer.add_text(name, indented, step)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run in Weights & Biases; files in `wandb/` of the run. WANDB_MODE, WANDB_PROJECT and the like are heeded."""
+    """A run in Weights & Biases, with files in `wandb/` of the run; WANDB_MODE, WANDB_PROJECT and the like count."""
 
     def __init__(self, config: RunConfig, folder: Path, name: str, first: int | None) -> None:
         import wandb
@@ -72,11 +72,11 @@ class WandB:
             resume="allow",
             dir=str(folder),
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(console="off", quiet=True),  # it would record the live table
+            settings=wandb.Settings(console="off", quiet=True),  # its console would record the live table
         )
 
     def log(self, step: int, metrics: Metrics) -> None:
-        # Steps that it has already, of a run that is continued, are left as they are.
+        # Steps that a run which is continued has logged before are left as they are.
         self.run.log(metrics, step=step)
 
     def close(self, step: int, summary: dict[str, Any] | None) -> None:
@@ -86,13 +86,13 @@ class WandB:
 
 
 class Trackio:
-    """A run in the local Trackio store (TRACKIO_DIR); `trackio show` opens it. TRACKIO_PROJECT is heeded."""
+    """A run in the local Trackio store (TRACKIO_DIR, TRACKIO_PROJECT); `trackio show` opens it."""
 
     def __init__(self, config: RunConfig, folder: Path, name: str, first: int | None) -> None:
         import trackio
 
         project = os.environ.get("TRACKIO_PROJECT", "hacrl")
-        # Single steps cannot be deleted, but a local run can: it is written anew, without those that are done again.
+        # Single steps cannot be deleted, but a local run can: it is written again, without the steps to come.
         local = not {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys()
         self.needs_history = local or first is None
         self.finish = trackio.finish
@@ -127,7 +127,7 @@ TRACKERS: dict[str, Callable[[RunConfig, Path, str, int | None], Tracker]] = {
 
 
 def check_trackers(names: list[str]) -> None:
-    """UserError if one could not be opened: before anything is loaded, and before the live table."""
+    """UserError if a tracker cannot be opened; called before anything is loaded and before the live table."""
     for name in names:
         if find_spec(name) is None:
             raise UserError(f"report_to: {name} is not installed. Install it with `pip install 'hacrl[track]'`.")
@@ -142,7 +142,7 @@ def check_trackers(names: list[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run. One that fails is left out from then on, with a warning; the run goes on."""
+    """The trackers of a run. One that fails gets nothing more, with a warning, and the run goes on."""
 
     def __init__(self, config: RunConfig, run: RunDir) -> None:
         self.trackers: dict[str, Tracker] = {}
@@ -153,9 +153,7 @@ class Trackers:
             return
         logged = run.metrics()
         first = logged[-1]["step"] + 1 if logged else 0
-        names: dict[str, str] = {}
-        if run.trackers_file.is_file():
-            names = read_object(run.trackers_file, NAMES)
+        names = read_object(run.trackers_file, NAMES) if run.trackers_file.is_file() else {}
         for tracker in config.report_to:
             known = tracker in names
             folder = re.sub(r"[^A-Za-z0-9._-]", "-", run.path.resolve().name)[:40]  # what all of them accept
@@ -163,7 +161,7 @@ class Trackers:
             try:
                 self.trackers[tracker] = TRACKERS[tracker](config, run.path, name, first if known else None)
             except Exception as error:
-                self.__exit__(None, None, None)
+                self.__exit__()
                 advice = "Go on without it: add 'report_to=[]' to the command."
                 raise UserError(f"report_to: {tracker} did not start: {one_line(error)}. {advice}") from None
             if self.trackers[tracker].needs_history:
@@ -174,9 +172,7 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name in list(self.trackers):
             self._safely(name, lambda tracker: tracker.close(self.step, self.summary))
 
@@ -201,7 +197,7 @@ class Trackers:
 
 
 def numbers(metrics: dict[str, Any]) -> Metrics:
-    """What a tracker can draw."""
+    """The metrics that a tracker can draw."""
     return {k: v for k, v in metrics.items() if k != "step" and isinstance(v, int | float) and math.isfinite(v)}
 
 

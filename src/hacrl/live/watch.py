@@ -11,7 +11,8 @@ from rich.text import Text
 
 from hacrl.errors import UserError
 from hacrl.live.progress import View, duration
-from hacrl.training.files import METRICS, PROGRESS, parse_lines, read_object
+from hacrl.training.files import parse_lines, read_bytes, read_object
+from hacrl.training.records import METRICS, PROGRESS
 from hacrl.training.run_dir import RunDir
 
 POLL_SECONDS = 1.0
@@ -20,7 +21,7 @@ State = Literal["running", "finished", "interrupted", "not started"]
 
 
 def watch(console: Console, run_path: Path, once: bool) -> None:
-    """Show the run until it ends; once if asked to, or if this is no terminal."""
+    """Show a run until it ends, or only once: if asked to, or if the output is no terminal."""
     follower = Follower(RunDir.open(run_path))
     state = follower.read()
     if state == "running" and not once and console.is_interactive:
@@ -36,7 +37,7 @@ def watch(console: Console, run_path: Path, once: bool) -> None:
 
 
 class Follower:
-    """Reads what a run has written since the last time."""
+    """Reads what a run has written since the last look, for the live table."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -52,8 +53,8 @@ class Follower:
         return self.view
 
     def read(self) -> State:
-        """What is new goes to the view."""
-        # First the lock: if nobody holds it, what is read afterwards is final.
+        """Take in what is new, and return the state of the run."""
+        # The lock is looked at first: if nobody holds it, what is read afterwards is final.
         held = self.run.is_locked()
         if self.run.config_file.stat().st_mtime_ns != self._config_changed:
             self._start()  # continued with other settings
@@ -67,20 +68,18 @@ class Follower:
         return "interrupted" if self._offset else "not started"
 
     def _read_metrics(self) -> None:
-        if not self.run.metrics_file.is_file():
+        path = self.run.metrics_file
+        if not path.exists():
             return
-        with self.run.metrics_file.open("rb") as file:
-            file_number = self.run.metrics_file.stat().st_ino
-            if self._offset and file_number != self._file:
-                self._start()  # a run that is continued has a new file, without the steps that are done again
-            self._file = file_number
-            file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")  # the last line may be half written
-        if whole:
-            first, self._lines = self._lines + 1, self._lines + whole.count(b"\n") + 1
-            self._offset += len(whole) + 1
-            for _, line in parse_lines(whole + b"\n", self.run.metrics_file, METRICS, first):
-                self.view.add(line)
+        file_number = path.stat().st_ino
+        if self._offset and file_number != self._file:
+            self._start()  # a run that is continued has a new file, without the steps that are done again
+        self._file = file_number
+        whole, end, _ = read_bytes(path, self._offset).rpartition(b"\n")  # the last line may be half written
+        for _, line in parse_lines(whole + end, path, METRICS, self._lines + 1):
+            self.view.add(line)
+        self._lines += (whole + end).count(b"\n")
+        self._offset += len(whole + end)
 
     def _read_progress(self) -> None:
         view = self.view
@@ -94,6 +93,7 @@ class Follower:
             view.save_seconds, view.warning = state["save_seconds"], state["warning"]
 
     def sentence(self, state: State) -> str:
+        """How far the run is, and what can be done with it."""
         path, step, last = self.run.path, self.view.step, self.view.config.max_steps
         resume = f"`hacrl train {path} --resume`"
         match state:

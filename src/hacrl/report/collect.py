@@ -1,23 +1,25 @@
-"""What a report shows of a run or a study, as plain data: read from their files, thinned out, nothing judged.
+"""What a report shows of a run or a study, as plain data: read from their files and thinned out.
 
-Every reader copes with what older or unfinished runs lack: a series that is not there is left out, a number that is
-not there is None.
+Earlier versions and unfinished runs lack some of it: a series that is not there is left out, a number that is not there
+is None.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hacrl.algorithms import ALGORITHMS
+from hacrl.algorithms import ALGORITHMS, Explanation
+from hacrl.config import parse_algorithm
 from hacrl.config.settings import read_source
 from hacrl.config.task import part_label
 from hacrl.errors import UserError
-from hacrl.report.explanation import explanation_of
-from hacrl.training.files import STUDY, mismatch, read_object
+from hacrl.training.files import mismatch
+from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import RunDir
 
 Data = dict[str, Any]
@@ -29,27 +31,16 @@ STUDY_POINTS = 200
 
 AGENT_SERIES = ("reward", "capability", "grad_cosine", "gradient_mass", "num_rollouts", "num_updates")
 PAIR_SERIES = (
-    "ratio_mean",
-    "ratio_q05",
-    "ratio_q25",
-    "ratio_q50",
-    "ratio_q75",
-    "ratio_q95",
-    "lower_mean",
-    "upper_mean",
-    "kept",
-    "kept_positive",
-    "kept_negative",
-    "gradient_mass",
-    "omega",
+    *("ratio_mean", "ratio_q05", "ratio_q25", "ratio_q50", "ratio_q75", "ratio_q95", "lower_mean", "upper_mean"),
+    *("kept", "kept_positive", "kept_negative", "gradient_mass", "omega"),
 )
 CUMULATIVE = ("num_rollouts", "num_updates", "elapsed", "step")
-"""Counts since the start: of several steps the last one counts, not the mean."""
+"""Counts since the start: where steps are merged, the last one is kept, not the mean."""
 PHASES = {"sampling": ["time/sample"], "learning": ["time/score", "time/learn"], "evaluating": ["time/eval"]}
 BACKWARD = ("tokens_trained", "imitation/tokens")
 FORWARD = ("tokens_forward", "tokens_scored", "imitation/tokens")
 SHOWN_PARTS = 4
-"""How many parts of a mixture are named."""
+"""How many parts of a mixture a title names."""
 CONFIG = {"algorithm": {"name": str}, "agents?": list, "task?": object}
 """What a report needs of a config."""
 REASONS = {"verifier_errors": "the verifier failed", "verifier_timeouts": "the verifier took too long"}
@@ -59,18 +50,19 @@ REASONS = {"verifier_errors": "the verifier failed", "verifier_timeouts": "the v
 
 
 def run_data(path: Path, points: int = RUN_POINTS) -> Data:
-    """All of one run but its rollouts."""
+    """Everything about one run except its rollouts."""
     run = RunDir.open(path)
     config, _ = read_source(run.config_file)
     if fault := mismatch(config, CONFIG):
         raise UserError(f"{run.config_file} is not the config of a run: {fault}. Fix the file.")
-    lines = run.metrics()
-    summary = run.summary()
+    lines, summary = run.metrics(), run.summary() or {}
     name = config["algorithm"]["name"]
-    agents = [agent for agent in config.get("agents") or [] if isinstance(agent, dict) and "id" in agent]
-    ids = [str(agent["id"]) for agent in agents]
     known = ALGORITHMS.get(name)
+    agents = [agent for agent in config.get("agents") or [] if isinstance(agent, dict) and "id" in agent]
+    models = {str(agent["id"]): str(agent.get("model", "")) for agent in agents}
+    ids = list(models)
     steps = [line for line in lines if line["step"] > 0]
+    told = [agent_data(agent, models[agent], lines, summary) for agent in ids]
     return {
         "name": path.resolve().name,
         "algorithm": name,
@@ -79,12 +71,10 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
         "task": describe_task(config.get("task")),
         "seed": number(config.get("seed")),
         "max_steps": number(config.get("max_steps")),
-        "finished": summary is not None,
+        "finished": bool(summary),
         "config": run.config_file.read_text(encoding="utf-8", errors="replace"),
-        "agents": [
-            agent_data(str(agent["id"]), str(agent.get("model", "")), lines, summary, config) for agent in agents
-        ],
-        "totals": totals(ids, lines, summary),
+        "agents": told,
+        "totals": totals(told, lines, summary),
         "evals": evaluations(ids, lines),
         "series": thin(step_series(ids, steps, bool(config.get("overlap"))), points),
         "merged": math.ceil(len(steps) / points) if steps else 1,
@@ -93,7 +83,17 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
     }
 
 
+def explanation_of(section: Any, num_agents: int) -> dict[str, str | None]:
+    """What the algorithm says about its own figures; None where this version does not know it or its options."""
+    try:
+        algorithm = parse_algorithm(section)
+    except ValueError:
+        return {**asdict(Explanation()), "imitation": None}
+    return {**asdict(algorithm.explain(num_agents)), "imitation": algorithm.imitation.sentence()}
+
+
 def describe_task(task: Any) -> str:
+    """A few words for a task, from its section of a config."""
     if not isinstance(task, dict):
         return "unknown task"
     if task.get("name"):
@@ -107,14 +107,15 @@ def describe_task(task: Any) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for whatever else."""
+    """A finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
 
 
-def column(lines: Sequence[Data], name: str) -> list[float | None]:
-    return [number(line.get(name)) for line in lines]
+def column(lines: Sequence[Data], *names: str) -> list[float | None]:
+    """All values of some metrics, a metric after the other."""
+    return [line.get(name) for name in names for line in lines]
 
 
 def added(values: Iterable[float | None]) -> float | None:
@@ -127,81 +128,72 @@ def last(values: Sequence[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
-def agent_data(agent: str, model: str, lines: Sequence[Data], summary: Data | None, config: Data) -> Data:
-    """An agent's accuracies and what they cost; the summary's word counts where there is one."""
-    accuracy = [
-        (line["step"], value) for line in lines if (value := number(line.get(f"{agent}/eval_accuracy"))) is not None
-    ]
+def agent_data(agent: str, model: str, lines: Sequence[Data], summary: Data) -> Data:
+    """An agent's accuracies and what they cost, by the summary if there is one, otherwise by the metrics."""
+
+    def summed(*names: str) -> float | None:
+        return added(column(lines, *(f"{agent}/{name}" for name in names)))
+
+    accuracy = [(line["step"], line[name]) for line in lines if line.get(name := f"{agent}/eval_accuracy") is not None]
     best = max(accuracy, key=lambda pair: (pair[1], -pair[0]), default=(None, None))
-    steps = [line for line in lines if line["step"] > 0]
-    data: Data = {
-        "start": accuracy[0][1] if accuracy else None,
-        "final": accuracy[-1][1] if accuracy else None,
+    found: Data = {
+        "start_accuracy": accuracy[0][1] if accuracy else None,
+        "final_accuracy": accuracy[-1][1] if accuracy else None,
         "rollouts": last(column(lines, f"{agent}/num_rollouts")),
         "tokens": last(column(lines, f"{agent}/num_tokens")),
-        "tokens_trained": added(value for name in BACKWARD for value in column(steps, f"{agent}/{name}")),
-        "tokens_forward": added(value for name in FORWARD for value in column(steps, f"{agent}/{name}")),
+        "tokens_trained": summed(*BACKWARD),
+        "tokens_forward": summed(*FORWARD),
         "updates": last(column(lines, f"{agent}/num_updates")),
-        "sample_seconds": added(column(steps, f"{agent}/time/sample")),
-        "learn_seconds": added(value for name in PHASES["learning"] for value in column(steps, f"{agent}/{name}")),
+        "sample_seconds": summed("time/sample"),
+        "learn_seconds": summed(*PHASES["learning"]),
         "peak_memory_gib": None,
     }
-    told = ((summary or {}).get("agents") or {}).get(agent) or {}
-    renamed = {"start": "start_accuracy", "final": "final_accuracy"}
-    for name in data:
-        value = number(told.get(renamed.get(name, name)))
-        data[name] = data[name] if value is None else value
-    return {"id": agent, "model": model, "best": best[1], "best_step": best[0], **data}
+    told = updated(found, summary.get("agents", {}).get(agent, {}))
+    start, final = told.pop("start_accuracy"), told.pop("final_accuracy")
+    return {"id": agent, "model": model, "best": best[1], "best_step": best[0], "start": start, "final": final, **told}
 
 
-def totals(ids: Sequence[str], lines: Sequence[Data], summary: Data | None) -> Data:
-    """What the whole run cost."""
-    steps = [line for line in lines if line["step"] > 0]
-
-    def over_agents(name: str) -> float | None:
-        return added(last(column(lines, f"{agent}/{name}")) for agent in ids)
-
-    data: Data = {
+def totals(agents: Sequence[Data], lines: Sequence[Data], summary: Data) -> Data:
+    """What the whole run cost, by the summary if there is one."""
+    found: Data = {
         "steps": lines[-1]["step"] if lines else 0,
-        "seconds": last(column(steps, "time/elapsed")) or added(column(steps, "step_time")),
-        "rollouts": over_agents("num_rollouts"),
-        "tokens": over_agents("num_tokens"),
-        "tokens_trained": added(v for agent in ids for name in BACKWARD for v in column(steps, f"{agent}/{name}")),
-        "tokens_forward": added(v for agent in ids for name in FORWARD for v in column(steps, f"{agent}/{name}")),
-        "updates": over_agents("num_updates"),
+        "seconds": last(column(lines, "time/elapsed")) or added(column(lines, "step_time")),
+        **{name: added(agent[name] for agent in agents) for name in Costs.__annotations__},
         "peak_memory_gib": None,
         "best_step": None,
     }
-    return {
-        name: value if (told := number((summary or {}).get(name))) is None else told for name, value in data.items()
-    }
+    return updated(found, summary)
+
+
+def updated(found: Data, told: Data) -> Data:
+    """What was found, in its order, with what a summary tells in its place."""
+    return {name: value if told.get(name) is None else told[name] for name, value in found.items()}
 
 
 def elapsed(lines: Sequence[Data]) -> list[float]:
     """Seconds of training at the end of each line's step."""
     clock, seconds = 0.0, []
     for line in lines:
-        told = number(line.get("time/elapsed"))
-        clock = told if told is not None else clock + (number(line.get("step_time")) or 0.0)
+        told = line.get("time/elapsed")
+        clock = told if told is not None else clock + (line.get("step_time") or 0.0)
         seconds.append(clock)
     return seconds
 
 
 def evaluations(ids: Sequence[str], lines: Sequence[Data]) -> Data:
     """Held-out accuracy of each agent, with the rollouts of all agents, its own updates and the time until then."""
-    seconds = elapsed(lines)
     found: Data = {}
     for agent in ids:
         rows = [
             {
                 "step": line["step"],
-                "rollouts": added(number(line.get(f"{other}/num_rollouts")) for other in ids) or 0,
-                "updates": number(line.get(f"{agent}/num_updates")) or 0,
-                "seconds": seconds[i],
-                "accuracy": accuracy,
+                "rollouts": added(line.get(f"{other}/num_rollouts") for other in ids) or 0,
+                "updates": line.get(f"{agent}/num_updates") or 0,
+                "seconds": seconds,
+                "accuracy": line[f"{agent}/eval_accuracy"],
             }
-            for i, line in enumerate(lines)
-            if (accuracy := number(line.get(f"{agent}/eval_accuracy"))) is not None
+            for line, seconds in zip(lines, elapsed(lines), strict=True)
+            if line.get(f"{agent}/eval_accuracy") is not None
         ]
         rows = [rows[i] for i in spread(len(rows), STUDY_POINTS)]
         found[agent] = {name: [rounded(row[name]) for row in rows] for name in rows[0]} if rows else None
@@ -218,7 +210,7 @@ def step_series(ids: Sequence[str], steps: Sequence[Data], overlap: bool) -> dic
             for name in PAIR_SERIES:
                 series[f"{learner}/from_{source}/{name}"] = column(steps, f"{learner}/from_{source}/{name}")
     series |= {f"phase/{name}": [*values] for name, values in phase_seconds(ids, steps, overlap).items()}
-    series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, steps).items() if any(values)}
+    series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, steps).items()}
     return {name: values for name, values in series.items() if any(value is not None for value in values)}
 
 
@@ -228,11 +220,10 @@ def phase_seconds(ids: Sequence[str], steps: Sequence[Data], overlap: bool = Fal
     With `overlap` agents go on while answers are verified, else nobody does.
     """
     by_agent = {
-        phase: [[sum(number(line.get(f"{agent}/{name}")) or 0.0 for name in names) for agent in ids] for line in steps]
+        phase: [[added(line.get(f"{agent}/{name}") for name in names) or 0.0 for agent in ids] for line in steps]
         for phase, names in PHASES.items()
     }
-    whole = [number(line.get("step_time")) or 0.0 for line in steps]
-    verifying = [number(line.get("time/verify")) or 0.0 for line in steps]
+    whole, verifying = ([value or 0.0 for value in column(steps, name)] for name in ("step_time", "time/verify"))
     busy = sum(sum(row) for rows in by_agent.values() for row in rows)
     in_turn = busy if overlap else busy + sum(verifying)
     join = max if in_turn > sum(whole) else sum
@@ -247,18 +238,18 @@ def lost_in(line: Data, ids: Sequence[str]) -> Counter[tuple[str, str, str]]:
     """(learner or "", source, reason) of the rollouts of a step that could not be used, with their number."""
     found: Counter[tuple[str, str, str]] = Counter()
     for source in ids:
-        explained = 0
+        open_ones = int(line.get(f"{source}/unverified") or 0)
         for name, reason in REASONS.items():
-            count = int(number(line.get(f"{source}/{name}")) or 0)
+            count = int(line.get(f"{source}/{name}") or 0)
             found["", source, reason] += count
-            explained += count
-        found["", source, "no verdict"] += int(number(line.get(f"{source}/unverified")) or 0) - explained
+            open_ones -= count
+        found["", source, "no verdict"] += open_ones
     for learner in ids:
         for source in ids:
-            place = f"{learner}/dropped" if learner == source else f"{learner}/from_{source}/dropped"
-            for name, value in line.items():
-                if name.startswith(f"{place}/"):
-                    found[learner, source, name.removeprefix(f"{place}/")] += int(number(value) or 0)
+            place = f"{learner}/dropped/" if learner == source else f"{learner}/from_{source}/dropped/"
+            for name in line:
+                if name.startswith(place):
+                    found[learner, source, name.removeprefix(place)] += int(line[name] or 0)
     return +found
 
 
@@ -272,15 +263,13 @@ def lost(ids: Sequence[str], steps: Sequence[Data]) -> list[Data]:
 
 
 def lost_by_step(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[float]]:
-    counts = [lost_in(line, ids) for line in steps]
-    kinds = sorted(
-        {("dropped: " if learner else "unverified: ") + reason for found in counts for learner, _, reason in found}
-    )
-    series: dict[str, list[float]] = {kind: [0.0] * len(steps) for kind in kinds}
-    for i, found in enumerate(counts):
-        for (learner, _, reason), count in found.items():
-            series[("dropped: " if learner else "unverified: ") + reason][i] += count
-    return series
+    """Rollouts that could not be used, by reason, a number for each step."""
+    series: dict[str, list[float]] = {}
+    for i, line in enumerate(steps):
+        for (learner, _, reason), count in lost_in(line, ids).items():
+            kind = ("dropped: " if learner else "unverified: ") + reason
+            series.setdefault(kind, [0.0] * len(steps))[i] += count
+    return dict(sorted(series.items()))
 
 
 def mass(learner: str, source: str, steps: Sequence[Data]) -> float | None:
@@ -300,26 +289,23 @@ def spread(count: int, limit: int) -> list[int]:
 
 
 def thin(series: dict[str, list[float | None]], points: int) -> dict[str, list[float | None]]:
-    """At most so many points a curve: means of as many steps in a row, of running counts the last."""
-    return {
-        name: [rounded(value) for value in merged(values, points, name.rpartition("/")[2] in CUMULATIVE)]
-        for name, values in series.items()
-    }
+    """At most so many points a curve: the mean of as many steps in a row, or the last of a running count."""
+    thinned = {}
+    for name, values in series.items():
+        width = max(math.ceil(len(values) / points), 1)
+        parts = [values[i : i + width] for i in range(0, len(values), width)]
+        cumulative = name.rpartition("/")[2] in CUMULATIVE
+        thinned[name] = [rounded(last(part) if cumulative or width == 1 else average(part)) for part in parts]
+    return thinned
 
 
-def merged(values: list[float | None], points: int, cumulative: bool) -> list[float | None]:
-    width = math.ceil(len(values) / points)
-    if width <= 1:
-        return values
-    parts = [values[i : i + width] for i in range(0, len(values), width)]
-    if cumulative:
-        return [last(part) for part in parts]
-    known = [[value for value in part if value is not None] for part in parts]
-    return [float(np.mean(part)) if part else None for part in known]
+def average(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def rounded(value: Any) -> Any:
-    """Five digits are more than a curve can show."""
+    """A float with five digits, which are more than a curve can show."""
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.5g}")
@@ -331,12 +317,12 @@ def rounded(value: Any) -> Any:
 def study_data(folder: Path) -> tuple[Data, list[Path | None]]:
     """A study with the data of its runs, and the folders of these runs."""
     path = folder / "study.json"
-    study = read_object(path, STUDY)
+    study = read_study(path)
     runs, folders = [], []
     for entry in study["runs"]:
         run_folder = folder / str(entry.get("dir"))
         if not run_folder.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{path}: the run {entry.get('dir')} lies outside of the study's folder. Mend `dir`.")
+            raise UserError(f"{path}: the run {entry.get('dir')} lies outside of the study's folder. Fix `dir`.")
         there = (run_folder / "config.yaml").is_file()
         data = run_data(run_folder, STUDY_POINTS) if there else None
         label = {name: entry.get(name) for name in ("pair", "variant", "seed", "status", "error")}

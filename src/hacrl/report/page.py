@@ -1,4 +1,4 @@
-"""`hacrl report`: one HTML file with everything inside. It opens offline and asks nobody for anything."""
+"""`hacrl report`: one HTML file with everything inside, which opens offline and loads nothing."""
 
 import base64
 import hashlib
@@ -13,13 +13,13 @@ from hacrl.training.run_dir import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("dom.js", "charts.js", "run.js", "rollouts.js", "study.js", "main.js")
-"""In the order in which they build on each other; together they are one script."""
+"""The parts of the page's script, in the order in which they build on each other."""
 GENERATOR = '<meta name="generator" content="hacrl report">'
 MEGABYTE = 1_000_000
 
 
 def write_report(target: Path, output: Path | None = None, max_mb: float = 30.0) -> Path:
-    """The report of a run or a study; returns where it is."""
+    """Write the report of a run or a study, and return its path."""
     if (target / "study.json").is_file():
         study, folders = study_data(target)
         data: Data = {
@@ -41,7 +41,7 @@ def write_report(target: Path, output: Path | None = None, max_mb: float = 30.0)
 
 
 def check_replaceable(output: Path) -> None:
-    """UserError unless nothing is there, or an earlier report."""
+    """UserError unless the file does not exist or is an earlier report."""
     if output.is_dir():
         raise UserError(f"--output: {output} is a folder. Give the name of a file.")
     if not output.parent.is_dir():
@@ -77,6 +77,7 @@ def render(data: Data, runs: list[Chunks | None], max_mb: float) -> str:
 
 
 def page(data: Data, blocks: list[tuple[str, str]]) -> str:
+    """The HTML with its data and the blocks of rollouts, each with the id of its element."""
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
     plotly = plotly_script()
@@ -109,7 +110,7 @@ def plotly_script() -> str:
 
 
 def script_hash(script: str) -> str:
-    """As a content security policy names an inline script."""
+    """The name of an inline script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode('ascii')}'"
 
 

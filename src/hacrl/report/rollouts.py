@@ -3,23 +3,22 @@
 import base64
 import gzip
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hacrl.report.collect import number, rounded, spread
-from hacrl.training.files import ROLLOUT, read_lines
+from hacrl.report.collect import rounded, spread
+from hacrl.training.records import RolloutLine, Use, read_rollouts
 from hacrl.training.run_dir import RunDir
 
 MAX_TEXT = 20_000
 """Characters of a prompt or an answer; what is longer is cut, and the page says so."""
 
-USE = ("advantage", "ratio", "lower", "upper", "kept", "weight")
-"""What a learner made of a rollout, in the order in which a chunk has it."""
+USE = [name for name in Use.__annotations__ if name != "dropped"]
+"""The figures of a learner's use of a rollout, in the order in which a chunk has them."""
 
 
 class Chunks:
-    """The steps of one run as base64 texts, each compressed once, when it is asked for."""
+    """The rollouts of one run, a base64 text for each step, compressed when it is first asked for."""
 
     def __init__(self, run: Path) -> None:
         self.run = RunDir(run)
@@ -34,7 +33,7 @@ class Chunks:
         return self._made[step]
 
     def within(self, budget: float) -> list[int]:
-        """As many steps, evenly spread, as fit into so many bytes."""
+        """Steps, evenly spread, as many as fit into so many bytes."""
         if not self.steps:
             return []
         probe = [self.steps[i] for i in spread(len(self.steps), 3)]
@@ -58,23 +57,23 @@ def step_data(path: Path) -> dict[str, Any]:
     prompts: dict[str, list[Any]] = {}
     sources: dict[str, int] = {}
     rollouts = []
-    for line in read_lines(path, ROLLOUT):
-        source, prompt, answer = line["source"], prompt_text(line["prompt"]), line["text"]
+    for line in read_rollouts(path):
+        prompt = prompt_text(line["prompt"])
         name = line.get("prompt_id", prompt)
         prompts.setdefault(name, [len(prompts), *cut(prompt)])
-        tokens, logp_sum = number(line.get("num_tokens")), number(line.get("logp_sum"))
+        tokens, logp_sum = line.get("num_tokens"), line.get("logp_sum")
         rollouts.append(
             [
                 prompts[name][0],
-                sources.setdefault(source, len(sources)),
-                number(line.get("index")),
-                *cut(answer),
-                number(line.get("reward")),
+                sources.setdefault(line["source"], len(sources)),
+                line.get("index"),
+                *cut(line["text"]),
+                line.get("reward"),
                 str(line.get("finish_reason")),
                 tokens,
                 rounded(logp_sum / tokens) if tokens and logp_sum is not None else None,
                 remark(line),
-                {str(learner): use(told) for learner, told in (line.get("learners") or {}).items()},
+                {learner: use_data(use) for learner, use in line.get("learners", {}).items()},
             ]
         )
     return {"prompts": [rest for _, *rest in prompts.values()], "sources": list(sources), "rollouts": rollouts}
@@ -91,7 +90,7 @@ def cut(text: str) -> tuple[str, int]:
     return text[:MAX_TEXT], max(len(text) - MAX_TEXT, 0)
 
 
-def remark(line: dict[str, Any]) -> str | None:
+def remark(line: RolloutLine) -> str | None:
     """What the verifier said beside the reward."""
     if line.get("problem"):
         return cut(f"{line['problem']}: {line.get('detail', '')}")[0]
@@ -100,10 +99,6 @@ def remark(line: dict[str, Any]) -> str | None:
     return None
 
 
-def use(told: Any) -> Any:
-    if not isinstance(told, dict):
-        return None
-    if told.get("dropped") is not None:
-        return str(told["dropped"])
-    values: Sequence[Any] = [told.get(name) for name in USE]
-    return [value if isinstance(value, bool) else rounded(number(value)) for value in values]
+def use_data(use: Use) -> str | list[Any]:
+    """What a learner made of a rollout: why it was dropped, or its figures in the order of `USE`."""
+    return use["dropped"] if "dropped" in use else [rounded(use.get(name)) for name in USE]

@@ -1,6 +1,6 @@
-"""One run of a study: the command `hacrl`, ended when the study is gone.
+"""Runs the command `hacrl` for one run of a study, and ends with the study.
 
-The study holds the other end of standard input and never writes: the end of it is the end of the study, however
+The study holds the other end of standard input and never writes to it. When it closes, the study has ended, however
 that came about.
 """
 
@@ -10,6 +10,7 @@ import threading
 
 
 def follow_the_study() -> None:
+    """Wait for the end of the study, then end this process."""
     while os.read(0, 1):
         pass
     os._exit(1)  # at once: files of a run are whole at any moment

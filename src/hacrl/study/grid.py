@@ -1,185 +1,21 @@
-"""A study as one typed tree, and the runs it stands for: pairs x algorithms x options x seeds."""
+"""The runs of a study: teams x algorithms x options x seeds."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import Field, field_validator, model_validator
+from typing import Any, Self
 
 from hacrl.algorithms import ALGORITHMS
-from hacrl.config import RunConfig, check_command, checked
-from hacrl.config.settings import apply_overrides, preset_names, read_source, with_overrides
-from hacrl.config.strict import Few, Seed, Strict
+from hacrl.config import RunConfig
+from hacrl.config.settings import apply_overrides
 from hacrl.config.strict_yaml import dump_yaml
+from hacrl.config.study import NAMING, Changes, StudyConfig, flat
 from hacrl.errors import UserError, nearest
 from hacrl.training.run_dir import RunDir
 
-STUDIES = Path(__file__).parents[1] / "config" / "studies"
-
-LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 ENLARGED = re.compile(r"(.+)_x([1-9][0-9]{0,4})")
 """gspo_x2: GSPO with twice the rollouts."""
-MAX_RUNS = 10_000
-NAMING = {"algorithm", "algorithm.name"}
-"""The settings that choose an algorithm."""
-
-Label = Annotated[str, Field(pattern=LABEL)]
-Changes = dict[str, Any]
-"""Settings of a run, nested or with dots: {algorithm.alpha: 3}."""
-
-
-class StudyConfig(Strict):
-    name: Label
-    title: str = ""
-    base: Changes = Field(default_factory=dict)
-    """What all runs start from: a preset, a run's YAML file (its path is relative to the study's), or its content."""
-    settings: Changes = Field(default_factory=dict)
-    """Over base and pair, for all runs. What it says of `algorithm` holds for each of the algorithms."""
-    pairs: dict[Label, Changes] = Field(default_factory=dict)
-    """Over base: a preset, a file or its content for each; a list of presets will do. Without any: base alone."""
-    algorithms: Annotated[dict[Label, Changes], Field(min_length=1)]
-    """Label -> settings. A label NAME is that algorithm; NAME_xN the same with N times the rollouts."""
-    options: dict[Label, Changes] = Field(default_factory=dict)
-    """Crossed with the algorithms as ALGORITHM+OPTION; one without settings is the algorithm as it is."""
-    seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1, max_length=MAX_RUNS)
-    """A list, or how many from 0 on."""
-    baseline: str | None = None
-    """What the others are compared with: ALGORITHM or ALGORITHM+OPTION; default: the first."""
-    metric: Literal["final_accuracy", "final_sampled"] = "final_accuracy"
-    """What is compared: greedy accuracy, or what `eval_samples` found."""
-    interval: Literal["t", "bootstrap"] = "t"
-    """How the 95 % intervals over seeds are made."""
-    jobs: Few | None = None
-    """Runs at once; default: as many as there are cores for, or four for each GPU."""
-    threads: Few | None = None
-    """Threads of each run; default: one, or more if there are fewer runs than cores. Results depend on it."""
-    output_dir: str | None = None
-    """Default: runs/study-NAME."""
-
-    @field_validator("algorithms", "pairs", "options", mode="before")
-    @classmethod
-    def _as_mapping(cls, value: Any) -> Any:
-        """A list of names is a mapping without settings, and so is a name without any."""
-        if isinstance(value, list):
-            twice = [item for position, item in enumerate(value) if item in value[:position]]
-            if twice:
-                raise ValueError(f"{twice[0]!r} is there twice")
-            value = dict.fromkeys(value) if all(isinstance(item, str) for item in value) else value
-        return {k: {} if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
-
-    @field_validator("seeds", mode="before")
-    @classmethod
-    def _as_list(cls, seeds: Any) -> Any:
-        if isinstance(seeds, int) and seeds > MAX_RUNS:
-            raise ValueError(f"must be at most {MAX_RUNS:,} (got {seeds})")
-        return list(range(seeds)) if isinstance(seeds, int) else seeds
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: every seed must be there once")
-        runs = max(len(self.pairs), 1) * len(self.variants) * len(self.seeds)
-        if runs > MAX_RUNS:
-            raise ValueError(f"pairs x algorithms x options x seeds must be at most {MAX_RUNS:,} runs, but is {runs:,}")
-        if "all" in self.pairs:
-            raise ValueError("pairs: all is what the mean over pairs is called; choose another name")
-        if sum(not changes for changes in self.options.values()) > 1:
-            raise ValueError("options: only one can be without settings")
-        if self.baseline is not None and self.baseline not in self.variants:
-            raise ValueError(f"baseline: there is no {self.baseline!r}{nearest(self.baseline, self.variants)}")
-        places = {"settings": self.settings}
-        places |= {f"algorithms.{name}": changes for name, changes in self.algorithms.items()}
-        places |= {f"options.{name}": changes for name, changes in self.options.items()}
-        for place, changes in places.items():
-            for key in {key for key, _ in flat(changes)} & {"seed", "output_dir"}:
-                raise ValueError(f"{place}.{key}: a study sets it itself, from seeds and output_dir of the study")
-        for key in {key for key, _ in flat(self.settings)} & NAMING:
-            raise ValueError(
-                f"settings.{key}: which algorithms run is said under algorithms, for example algorithms: [gspo] or "
-                "{mine: {algorithm.name: gspo}}; in settings only their options can be, as algorithm.OPTION"
-            )
-        return self
-
-    @property
-    def variants(self) -> dict[str, tuple[str, Changes]]:
-        """Label -> the label of its algorithm, and the settings of its option."""
-        return {
-            f"{algorithm}+{option}" if changes else algorithm: (algorithm, changes)
-            for algorithm in self.algorithms
-            for option, changes in (self.options or {"": {}}).items()
-        }
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.output_dir or f"runs/study-{self.name}")
-
-    @classmethod
-    def load(cls, source: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """A bundled study, a YAML file or the folder of a study, with `key=value`; UserError if anything is wrong."""
-        path = Path(source)
-        bundled = str(source) in study_names()
-        folder_of_study = not bundled and (path / "study.yaml").is_file()
-        if bundled:
-            path = STUDIES / f"{source}.yaml"
-        elif folder_of_study:
-            path /= "study.yaml"
-        elif not path.is_file():
-            meant = nearest(str(source), study_names())
-            raise UserError(f"{source} is neither a bundled study, nor a YAML file, nor the folder of a study{meant}")
-        data, _ = read_source(path)
-        if folder_of_study:
-            data["output_dir"] = str(source)
-        data = apply_overrides(data, overrides)
-        check_command("study", data, str(source))
-        return cls.from_dict(data, with_overrides(str(source), overrides), path.parent)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = "study", folder: Path | None = None) -> Self:
-        """`folder`: where the files of runs that it names are looked for."""
-        for key in data:
-            if key not in cls.model_fields:
-                known = list(cls.model_fields)
-                hint = f"; it is a setting of a run: settings.{key}" if key in RunConfig.model_fields else ""
-                raise UserError(f"{where}: unknown key {key!r}{hint or nearest(str(key), known)}")
-        data = {**data}
-        if "base" in data:
-            data["base"] = content(data["base"], folder)
-        if isinstance(data.get("pairs"), list):
-            labels = [Path(str(pair)).name.removesuffix(".yaml") for pair in data["pairs"]]
-            if len(set(labels)) < len(labels):
-                raise UserError(f"{where}: pairs: a name is there twice: {', '.join(labels)}")
-            data["pairs"] = dict(zip(labels, data["pairs"], strict=True))
-        if isinstance(data.get("pairs"), dict):
-            data["pairs"] = {name: content(pair, folder) for name, pair in data["pairs"].items()}
-        return checked(cls, data, where)
-
-    def to_yaml(self) -> str:
-        """Files and presets are written out, so that it stands alone; the folder is where it lies."""
-        return dump_yaml(self.model_dump(mode="json", exclude={"output_dir"}))
-
-
-def study_names() -> list[str]:
-    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
-
-
-def content(source: Any, folder: Path | None) -> Any:
-    """The settings that a preset or a file holds; what is no name is the settings themselves."""
-    if not isinstance(source, str):
-        return source
-    beside = (folder or Path()) / source
-    data, _ = read_source(beside if beside.is_file() and source not in preset_names() else source)
-    return data
-
-
-def flat(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested mapping with their paths."""
-    for key, value in changes.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def merge(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +24,7 @@ def merge(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_present_agents(changes: Mapping[str, Any], present: set[str], known: set[str]) -> dict[str, Any]:
-    """Without the settings of agents that only other pairs have; an id that no pair has stays, to be refused."""
+    """Leave out the settings of agents that only other teams have; an id that no team has stays, to be refused."""
 
     def absent(key: str) -> bool:
         owners = [agent for agent in known if f"{key}.".startswith(f"agents.{agent}.")]
@@ -206,6 +42,8 @@ def listed_ids(data: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Run:
+    """One run of a study."""
+
     pair: str
     variant: str
     seed: int
@@ -237,7 +75,7 @@ class Run:
 
     @property
     def rollouts_used(self) -> dict[str, int]:
-        """By each learner, in the whole run."""
+        """Rollouts that each learner uses in the whole run."""
         prompts, agents = self.config.max_steps * self.config.prompts_per_step, self.config.agents
         return {a.id: prompts * self.config.rollouts_per_prompt(a) * a.num_iterations for a in agents}
 
@@ -249,15 +87,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
+    """A study and the runs it stands for."""
+
     config: StudyConfig
     runs: list[Run]
     """Seed after seed, so that what is there of an unfinished study can be compared."""
 
     @classmethod
     def build(cls, config: StudyConfig) -> Self:
-        """UserError unless every run of the grid is a possible one."""
+        """List the runs of the grid; UserError unless every one is possible."""
         runs = []
-        for pair, over_base in (config.pairs or {"main": {}}).items():
+        for pair, over_base in (config.teams or {"main": {}}).items():
             for variant, (algorithm, option) in config.variants.items():
                 where = f"{config.name}: {pair}/{variant}"
                 first = RunConfig.from_dict(run_settings(config, over_base, algorithm, option, where), where)
@@ -275,7 +115,7 @@ class Study:
 
     @property
     def pairs(self) -> list[str]:
-        return list(self.config.pairs) or ["main"]
+        return list(self.config.teams) or ["main"]
 
     @property
     def variants(self) -> list[str]:
@@ -293,11 +133,11 @@ class Study:
 def run_settings(
     config: StudyConfig, over_base: Changes, algorithm: str, option: Changes, where: str
 ) -> dict[str, Any]:
-    """The settings of one run: base, pair, settings, algorithm, option, each over those before it."""
+    """The settings of one run: base, team, settings, algorithm, option, each over those before it."""
     usual = RunConfig.model_fields["algorithm"].default.name
     data = merge({"algorithm": {"name": usual}}, config.base)
     data = merge(data, over_base)
-    present, known = listed_ids(data), listed_ids(config.base).union(*map(listed_ids, config.pairs.values()))
+    present, known = listed_ids(data), listed_ids(config.base).union(*map(listed_ids, config.teams.values()))
     settings, changes, option = (
         of_present_agents(layer, present, known) for layer in (config.settings, config.algorithms[algorithm], option)
     )
@@ -335,7 +175,7 @@ def merge_choice(data: dict[str, Any], changes: Mapping[str, Any], of_algorithms
 
 
 def enlarge(data: dict[str, Any], times: int) -> dict[str, Any]:
-    """Every agent samples so many times as many completions of each prompt."""
+    """Multiply the completions that every agent samples of each prompt."""
 
     def enlarged(section: dict[str, Any], count: Any) -> dict[str, Any]:
         return {**section, "num_generations": times * count} if isinstance(count, int) else section

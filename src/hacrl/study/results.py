@@ -12,23 +12,16 @@ from rich.text import Text
 
 from hacrl.live.progress import duration
 from hacrl.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
-from hacrl.study.grid import Run, Study
-from hacrl.training.files import STUDY, read_object
+from hacrl.study.grid import Study
+from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import write_atomically
 
+Row = dict[str, Any]
+
 ALL = "all"
-"""In place of an agent: the mean over the pair's agents; in place of a pair: over the agents of all pairs."""
-OF_AN_AGENT = (
-    "rollouts",
-    "tokens",
-    "tokens_trained",
-    "tokens_forward",
-    "updates",
-    "sample_seconds",
-    "learn_seconds",
-    "peak_memory_gib",
-)
-OF_A_RUN = ("rollouts", "tokens", "tokens_trained", "tokens_forward", "updates", "seconds", "peak_memory_gib")
+"""Stands for the mean over the agents of a pair or, in place of a pair, over the agents of all pairs."""
+OF_A_RUN = (*Costs.__annotations__, "seconds", "peak_memory_gib")
+OF_AN_AGENT = (*Costs.__annotations__, "sample_seconds", "learn_seconds", "peak_memory_gib")
 MEASURED = {
     "final_accuracy": "accuracy on held-out problems",
     "final_sampled": "accuracy of sampled answers to held-out problems",
@@ -40,19 +33,22 @@ MEASURED = {
 
 def collect(
     study: Study, running: dict[str, str], errors: dict[str, str], gpu_seconds: dict[str, float] | None = None
-) -> dict[str, Any]:
+) -> Row:
     """Everything that is known: runs, results and accounting of agents, comparisons with the baseline.
 
     `running`, `errors` and `gpu_seconds` are by name of the run; one in neither of the first two is done, or waits.
     """
     gpu_seconds = gpu_seconds or {}
     summaries = {run.name: run.summary for run in study.runs}
-    agents = [
-        agent_row(study, pair, variant, agent, summaries)
-        for pair in study.pairs
-        for variant in study.variants
-        for agent in agent_ids(study, pair, variant)
-    ]
+    agents, accounting = [], []
+    for pair in study.pairs:
+        for variant in study.variants:
+            group, place = study.group(pair, variant), {"pair": pair, "variant": variant}
+            finished = {run.seed: summary for run in group if (summary := summaries[run.name])}
+            agents += [{**place, **agent_row(study, agent, finished)} for agent in agent_ids(study, pair, variant)]
+            costs = {key: mean([total(summary, key) for summary in finished.values()]) for key in OF_A_RUN}
+            on_gpus = [gpu_seconds.get(run.name) for run in group if run.seed in finished]
+            accounting.append({**place, **costs, "gpu_seconds": mean(on_gpus)})
     return {
         "name": study.config.name,
         "title": study.config.title,
@@ -62,73 +58,66 @@ def collect(
         "pairs": study.pairs,
         "variants": study.variants,
         "seeds": study.config.seeds,
-        "runs": [run_row(study, run, summaries[run.name], running, errors, gpu_seconds) for run in study.runs],
+        "runs": run_rows(study, summaries, running, errors, gpu_seconds),
         "agents": agents,
-        "accounting": [
-            cost_row(study, pair, variant, summaries, gpu_seconds) for pair in study.pairs for variant in study.variants
-        ],
+        "accounting": accounting,
         "comparisons": compare(study, agents),
     }
 
 
-def write_results(study: Study, results: dict[str, Any]) -> None:
-    write_atomically(
-        study.folder / "study.json", json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    )
-
-
-def read_gpu_seconds(study: Study) -> dict[str, float]:
-    """By name of the run: what earlier calls of the study wrote down."""
-    file = study.folder / "study.json"
-    rows = read_object(file, STUDY)["runs"] if file.is_file() else []
-    found = {(row.get("pair"), row.get("variant"), row.get("seed")): row.get("gpu_seconds") for row in rows}
-    by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
-    return {name: seconds for name, seconds in by_name.items() if seconds is not None}
-
-
-def run_row(
+def run_rows(
     study: Study,
-    run: Run,
-    summary: dict[str, Any] | None,
+    summaries: dict[str, Row | None],
     running: dict[str, str],
     errors: dict[str, str],
     gpu_seconds: dict[str, float],
-) -> dict[str, Any]:
-    status = "done" if summary else "failed" if run.name in errors else running.get(run.name, "waiting")
-    return {
-        "pair": run.pair,
-        "variant": run.variant,
-        "seed": run.seed,
-        "dir": run.folder.path.relative_to(study.folder).as_posix(),
-        "status": status,
-        "error": errors.get(run.name) if status == "failed" else None,
-        "gpu_seconds": gpu_seconds.get(run.name),
-        "summary": summary,
-    }
+) -> list[Row]:
+    """How far each run is, and what came out of it."""
+    rows = []
+    for run in study.runs:
+        done = summaries[run.name] is not None
+        status = "done" if done else "failed" if run.name in errors else running.get(run.name, "waiting")
+        rows.append(
+            {
+                "pair": run.pair,
+                "variant": run.variant,
+                "seed": run.seed,
+                "dir": run.folder.path.relative_to(study.folder).as_posix(),
+                "status": status,
+                "error": errors.get(run.name) if status == "failed" else None,
+                "gpu_seconds": gpu_seconds.get(run.name),
+                "summary": summaries[run.name],
+            }
+        )
+    return rows
+
+
+def write_results(study: Study, results: Row) -> None:
+    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomically(study.folder / "study.json", text + "\n")
+
+
+def read_gpu_seconds(study: Study) -> dict[str, float]:
+    """GPU-seconds by name of the run, as earlier calls of the study wrote them down."""
+    file = study.folder / "study.json"
+    rows = read_study(file)["runs"] if file.exists() else []
+    found = {(row.get("pair"), row.get("variant"), row.get("seed")): row.get("gpu_seconds") for row in rows}
+    by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
+    return {name: seconds for name, seconds in by_name.items() if seconds is not None}
 
 
 def agent_ids(study: Study, pair: str, variant: str) -> list[str]:
     return [agent.id for agent in study.group(pair, variant)[0].config.agents]
 
 
-Summaries = dict[str, dict[str, Any] | None]
-
-
-def done(study: Study, pair: str, variant: str, summaries: Summaries) -> dict[int, dict[str, Any]]:
-    """Summaries by seed."""
-    found = {run.seed: summaries[run.name] for run in study.group(pair, variant)}
-    return {seed: summary for seed, summary in found.items() if summary is not None}
-
-
-def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summaries) -> dict[str, Any]:
-    own = {seed: summary["agents"].get(agent, {}) for seed, summary in done(study, pair, variant, summaries).items()}
+def agent_row(study: Study, agent: str, finished: dict[int, Row]) -> Row:
+    """What an agent has reached in each seed that is done, and what that has cost on average."""
     metric = study.config.metric
+    own = {seed: summary["agents"].get(agent, {}) for seed, summary in finished.items()}
     judged = {seed: row for seed, row in own.items() if row.get(metric) is not None}
     values = {str(seed): row[metric] for seed, row in judged.items()}
     low, high = interval(study, list(values.values()))
     return {
-        "pair": pair,
-        "variant": variant,
         "agent": agent,
         "start": mean([row.get(metric.replace("final", "start")) for row in judged.values()]),
         "values": values,
@@ -139,20 +128,7 @@ def agent_row(study: Study, pair: str, variant: str, agent: str, summaries: Summ
     }
 
 
-def cost_row(
-    study: Study, pair: str, variant: str, summaries: Summaries, gpu_seconds: dict[str, float]
-) -> dict[str, Any]:
-    """Means over the runs that are done."""
-    finished = {run.name: summary for run in study.group(pair, variant) if (summary := summaries[run.name])}
-    return {
-        "pair": pair,
-        "variant": variant,
-        **{key: mean([total(summary, key) for summary in finished.values()]) for key in OF_A_RUN},
-        "gpu_seconds": mean([gpu_seconds.get(name) for name in finished]),
-    }
-
-
-def total(summary: dict[str, Any], key: str) -> float | None:
+def total(summary: Row, key: str) -> float | None:
     """What a run cost; where its summary has no single number, the sum over its agents."""
     if key in summary or key == "peak_memory_gib":
         return summary.get(key)
@@ -171,32 +147,39 @@ def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float
     return (bootstrap_interval if study.config.interval == "bootstrap" else t_interval)(values)
 
 
-def compare(study: Study, agents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every variant with the baseline, seed by seed: by agent, for the pair, over all pairs. Holm over all of it."""
-    values = {(row["pair"], row["variant"], row["agent"]): row["values"] for row in agents}
+def compare(study: Study, agents: list[Row]) -> list[Row]:
+    """Compare every variant with the baseline, seed by seed: for each agent, for each pair, and over all pairs.
+
+    Holm's correction covers all of these comparisons.
+    """
+    ids = {(pair, variant): agent_ids(study, pair, variant) for pair in study.pairs for variant in study.variants}
+    others = [variant for variant in study.variants if variant != study.baseline]
+    same = {(pair, variant) for pair, variant in ids if ids[pair, variant] == ids[pair, study.baseline]}
+    places = []
     for pair in study.pairs:
-        for variant in study.variants:
-            own = [values[pair, variant, agent] for agent in agent_ids(study, pair, variant)]
-            values[pair, variant, ALL] = mean_by_seed(own)
-    for variant in study.variants:
-        values[ALL, variant, ALL] = mean_by_seed([row["values"] for row in agents if row["variant"] == variant])
-    rows = []
-    for pair in study.pairs:
-        of_baseline = agent_ids(study, pair, study.baseline)
-        for variant in study.variants:
-            ids = agent_ids(study, pair, variant)
-            shared = [agent for agent in ids if agent in of_baseline]
-            for agent in [*shared, *([ALL] if ids == of_baseline and len(ids) > 1 else [])]:
-                if variant != study.baseline:
-                    rows.append(compare_values(study, values, pair, agent, variant))
+        for variant in others:
+            shared = [agent for agent in ids[pair, variant] if agent in ids[pair, study.baseline]]
+            both = [ALL] if (pair, variant) in same and len(shared) > 1 else []
+            places += [(pair, agent, variant) for agent in [*shared, *both]]
     if len(study.pairs) > 1:
-        for variant in study.variants:
-            same = all(agent_ids(study, p, variant) == agent_ids(study, p, study.baseline) for p in study.pairs)
-            if variant != study.baseline and same:
-                rows.append(compare_values(study, values, ALL, ALL, variant))
+        places += [(ALL, ALL, variant) for variant in others if all((pair, variant) in same for pair in study.pairs)]
+    rows = []
+    for pair, agent, variant in places:
+        own, base = (
+            mean_by_seed([row["values"] for row in agents if is_at(row, pair, agent, label)])
+            for label in (variant, study.baseline)
+        )
+        differences = [own[seed] - base[seed] for seed in own if seed in base]
+        place = {"pair": pair, "agent": agent, "variant": variant, "baseline": study.baseline}
+        rows.append({**place, **comparison(study, differences)})
     for row, p_holm in zip(rows, holm([row["p"] for row in rows]), strict=True):
         row["p_holm"] = p_holm
     return rows
+
+
+def is_at(row: Row, pair: str, agent: str, variant: str) -> bool:
+    """Whether a row of an agent belongs to a place of the table, in which `ALL` stands for every pair or agent."""
+    return row["variant"] == variant and pair in (row["pair"], ALL) and agent in (row["agent"], ALL)
 
 
 def mean_by_seed(agents: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -205,16 +188,7 @@ def mean_by_seed(agents: Sequence[dict[str, float]]) -> dict[str, float]:
     return {seed: float(np.mean([agent[seed] for agent in agents])) for seed in common}
 
 
-def compare_values(
-    study: Study, values: dict[tuple[str, str, str], dict[str, float]], pair: str, agent: str, variant: str
-) -> dict[str, Any]:
-    own, base = values[pair, variant, agent], values[pair, study.baseline, agent]
-    differences = [own[seed] - base[seed] for seed in own if seed in base]
-    where = {"pair": pair, "agent": agent, "variant": variant, "baseline": study.baseline}
-    return {**where, **comparison(study, differences)}
-
-
-def comparison(study: Study, differences: list[float]) -> dict[str, Any]:
+def comparison(study: Study, differences: list[float]) -> Row:
     """Mean, interval and wins of paired differences, one for each seed."""
     differences = [round(difference, 12) for difference in differences]  # equal means may differ by rounding
     count = len(differences)
@@ -243,46 +217,41 @@ def comparison(study: Study, differences: list[float]) -> dict[str, Any]:
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     table = Table(title=Text(title), title_justify="left")
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", overflow="fold")
+    for name in (*left, *right):
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     return table
 
 
-def print_results(console: Console, results: dict[str, Any]) -> None:
+def say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def print_results(console: Console, results: Row) -> None:
+    """The tables of accuracies and differences, how far they can be trusted, and what they cost."""
     compared = {(row["pair"], row["agent"], row["variant"]): row for row in results["comparisons"]}
+    name = results["title"] or results["name"]
+    columns = (f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
     for pair in results["pairs"]:
-        title = (
-            f"{results['title'] or results['name']}, {pair}: {MEASURED[results['metric']]}, 95 % intervals over seeds"
-        )
-        columns = ("seeds", "start", "final", f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
-        table = new_table(title, ("agent", "variant"), columns)
+        title = f"{name}, {pair}: {MEASURED[results['metric']]}, 95 % intervals over seeds"
+        table = new_table(title, ("agent", "variant"), ("seeds", "start", "final", *columns))
         rows = [row for row in results["agents"] if row["pair"] == pair]
         for agent in dict.fromkeys(row["agent"] for row in rows):
-            for row in rows:
-                if row["agent"] == agent:
-                    cells = (str(len(row["values"])), number(row["start"]), spread(row, "mean"))
-                    table.add_row(
-                        agent, row["variant"], *cells, *difference(compared.get((pair, agent, row["variant"])))
-                    )
+            for row in (row for row in rows if row["agent"] == agent):
+                cells = (str(len(row["values"])), number(row["start"]), spread(row, "mean"))
+                table.add_row(agent, row["variant"], *cells, *difference(compared.get((pair, agent, row["variant"]))))
             table.add_section()
         for variant in results["variants"]:
-            if (pair, ALL, variant) in compared:
-                row = compared[pair, ALL, variant]
+            if row := compared.get((pair, ALL, variant)):
                 table.add_row("all: mean", variant, str(row["seeds"]), "", "", *difference(row))
         console.print(table)
-    if any(key[0] == ALL for key in compared):
-        title = f"{results['title'] or results['name']}: mean over the agents of all pairs"
-        overall = ("seeds", f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
-        table = new_table(title, ("variant",), overall)
-        for variant in results["variants"]:
-            if (ALL, ALL, variant) in compared:
-                row = compared[ALL, ALL, variant]
-                table.add_row(variant, str(row["seeds"]), *difference(row))
+    overall = {variant: row for (pair, _, variant), row in compared.items() if pair == ALL}
+    if overall:
+        table = new_table(f"{name}: mean over the agents of all pairs", ("variant",), ("seeds", *columns))
+        for variant, row in overall.items():
+            table.add_row(variant, str(row["seeds"]), *difference(row))
         console.print(table)
-    for remark in remarks(results):
-        console.print(Text(remark), soft_wrap=True)
+    say(console, *remarks(results))
     print_accounting(console, results)
 
 
@@ -290,14 +259,16 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def spread(row: dict[str, Any], key: str, scale: float = 1, form: str = ".3f") -> str:
+def spread(row: Row, key: str, scale: float = 1, form: str = ".3f") -> str:
+    """A value with its interval."""
     if row[key] is None:
         return "–"
     text = f"{scale * row[key]:{form}}"
     return text if row["low"] is None else f"{text} [{scale * row['low']:{form}}, {scale * row['high']:{form}}]"
 
 
-def difference(row: dict[str, Any] | None) -> tuple[str, str, str, str]:
+def difference(row: Row | None) -> tuple[str, str, str, str]:
+    """The cells of a comparison with the baseline."""
     if row is None:
         return "", "", "", ""
     ahead = f"{row['wins']} of {row['seeds']}" if row["seeds"] else "–"
@@ -305,7 +276,7 @@ def difference(row: dict[str, Any] | None) -> tuple[str, str, str, str]:
     return spread(row, "difference", 100, "+.1f"), number(row["p_holm"]), effect, ahead
 
 
-def remarks(results: dict[str, Any]) -> list[str]:
+def remarks(results: Row) -> list[str]:
     """How far the table can be trusted."""
     found = ["Differences are in points, seed by seed; p is an exact sign-flip test, corrected by Holm over the table."]
     counts = {row["seeds"] for row in results["comparisons"] if row["seeds"] > 1}
@@ -330,8 +301,8 @@ COSTS = {
 }
 
 
-def print_accounting(console: Console, results: dict[str, Any]) -> None:
-    """What each result cost: neither equal rollouts nor equal updates go without saying."""
+def print_accounting(console: Console, results: Row) -> None:
+    """The table of what each result cost: variants need not have had equal rollouts or equal updates."""
     on_gpus = any(row["gpu_seconds"] is not None for row in results["accounting"])
     counted = any(row["tokens_forward"] for row in results["accounting"])  # runs of earlier versions have not
     hidden = {"gpu_seconds": not on_gpus, "tokens_forward": not counted}
@@ -362,13 +333,13 @@ def print_accounting(console: Console, results: dict[str, Any]) -> None:
     console.print(" ".join(notes), highlight=False)
 
 
-def cost(row: dict[str, Any], key: str) -> str:
+def cost(row: Row, key: str) -> str:
     value = row.get(key)
     return "–" if value is None else f"{value:.2f}" if key == "peak_memory_gib" else f"{value:,.0f}"
 
 
 def decisions(study: Study) -> list[str]:
-    """What is our choice in some of the runs, because the paper does not settle it."""
+    """Where some of the runs follow a choice of ours, because the paper does not settle it."""
     told = []
     for pair in study.pairs:
         for variant in study.variants:
@@ -394,18 +365,15 @@ def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
         table.add_section()
     console.print(table)
     missing = sum(run.summary is None for run in study.runs)
-    console.print(
-        Text(
-            f"{len(study.runs)} runs, {missing} to do; {jobs} at once, threads of each: {threads}. "
-            f"Baseline: {study.baseline}. Folder: {study.folder}"
-        ),
-        soft_wrap=True,
+    say(
+        console,
+        f"{len(study.runs)} runs, {missing} to do; {jobs} at once, threads of each: {threads}. "
+        f"Baseline: {study.baseline}. Folder: {study.folder}",
+        *decisions(study),
     )
-    for decision in decisions(study):
-        console.print(Text(decision), soft_wrap=True)
 
 
-def print_end(console: Console, study: Study, results: dict[str, Any]) -> None:
+def print_end(console: Console, study: Study, results: Row) -> None:
     """What failed, how long it took, and what to do next."""
     failed = [row for row in results["runs"] if row["status"] == "failed"]
     finished = [row["summary"] for row in results["runs"] if row["status"] == "done"]
@@ -421,5 +389,4 @@ def print_end(console: Console, study: Study, results: dict[str, Any]) -> None:
         lines.append(f"Try the failed ones again with: hacrl study {study.folder}")
     elif importlib.util.find_spec("plotly") is not None:  # what a report needs
         lines.append(f"Look at it with: hacrl report {study.folder}")
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+    say(console, *lines)

@@ -1,4 +1,4 @@
-"""Runs the runs of a study, several at once, each in a process of its own."""
+"""Starts the runs of a study, several at once, each in a process of its own."""
 
 import os
 import signal
@@ -8,48 +8,53 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 from rich.text import Text
 
 from hacrl.config import RunConfig
+from hacrl.config.study import StudyConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.live.progress import duration
-from hacrl.study.grid import Run, Study, StudyConfig
-from hacrl.study.results import collect, read_gpu_seconds, write_results
-from hacrl.training.files import METRICS, parse_lines
+from hacrl.study.grid import Run, Study
+from hacrl.study.results import collect, number, read_gpu_seconds, write_results
+from hacrl.training.files import parse_lines, read_bytes
+from hacrl.training.records import METRICS
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
 
 RUNS_PER_GPU = 4
 RETRIES = 3
-"""How often a run that lacks memory beside others is tried again."""
+"""How often a run is tried again that ran out of memory beside others."""
 GRACE = 10.0
 """Seconds that an interrupted run has to end by itself."""
 LAST_LINES = 8
+"""Lines of the log that are shown of a run that failed."""
 TAIL = 1 << 16
+"""Bytes that are read from the end of a log or of metrics."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where runs go."""
+    """How many runs go on at once, and on which GPUs."""
 
     jobs: int
     """Runs at once."""
     threads: int
     """Threads of each run."""
     gpus: list[str]
-    """As CUDA_VISIBLE_DEVICES names them; each run sees one of them, job after job. Empty: all see what there is."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; each run sees one of them. If empty, all runs see what there is."""
 
     def of(self, job: int) -> int:
-        """Which of the GPUs; 0 where there are none to choose from."""
+        """Position of the GPU that a job runs on; 0 where there are none to choose from."""
         return job % max(len(self.gpus), 1)
 
 
 @dataclass
 class Child:
+    """The process of a run."""
+
     run: Run
     process: subprocess.Popen[bytes]
     job: int
@@ -59,22 +64,21 @@ class Child:
     start: float
     first_step: int
     at_once: int = 1
-    """The most runs at a time in its place while it went on."""
+    """The most runs that shared its GPU, or this machine, at a time."""
     share: float = 0.0
-    """Seconds of its place: of a second that n runs share, each has 1/n."""
+    """Seconds it had of its GPU: where n runs share a second, each has 1/n."""
 
     def last_lines(self) -> str:
-        with self.log.open("rb") as file:
-            file.seek(max(self.log_start, self.log.stat().st_size - TAIL))
-            lines = file.read().decode("utf-8", "replace").split("\n")
-        return "\n".join([line for line in lines if line.strip()][-LAST_LINES:])
+        """The end of what this attempt has printed."""
+        text = read_bytes(self.log, self.log_start)[-TAIL:].decode("utf-8", "replace")
+        return "\n".join([line for line in text.split("\n") if line.strip()][-LAST_LINES:])
 
 
 # --- before --------------------------------------------------------------------------------------------------------
 
 
 def choose_places(study: Study, jobs: int | None) -> Places:
-    """As many runs at once as fit, and the same number of threads for each, however many run at once."""
+    """How many runs fit at once, with a number of threads that does not depend on how many run at once."""
     configs = [run.config for run in study.runs]
     devices = {agent.device for config in configs for agent in config.agents}
     gpus = visible_gpus() if devices != {"cpu"} else []
@@ -91,7 +95,7 @@ def choose_places(study: Study, jobs: int | None) -> Places:
 
 
 def needs_all_gpus(config: RunConfig) -> bool:
-    """Whether a run has to see every GPU: it says itself who goes where, or Ray does, or an agent takes several."""
+    """Whether a run has to see every GPU: its config or Ray places the agents, or an agent takes several."""
     on_one = all(agent.fsdp == 1 and not agent.device.startswith("cuda:") for agent in config.agents)
     return config.execution == "ray" or not on_one
 
@@ -145,7 +149,7 @@ def check_unchanged(study: Study) -> None:
 
 
 def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
-    """All runs that are not done yet. Returns the results; KeyboardInterrupt after the children have ended."""
+    """Do all runs that are not done yet, and return the results; KeyboardInterrupt after the children have ended."""
     make_folder(study.folder, "--output-dir")
     with RunDir(study.folder).locked():
         check_unchanged(study)
@@ -153,7 +157,7 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
         write_atomically(study.folder / "study.yaml", config.to_yaml())
         runner = Runner(study, places, console)
         try:
-            with runner.view:
+            with runner.view.bars:
                 runner.go()
         finally:
             runner.stop()
@@ -162,23 +166,27 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
 
 
 class Runner:
+    """Starts runs while there is room, looks after them, and writes down what came out."""
+
     def __init__(self, study: Study, places: Places, console: Console) -> None:
         self.study, self.places = study, places
         self.room = Counter(places.of(job) for job in range(places.jobs))
-        """Runs at once in each place; fewer where they turned out to need too much memory."""
+        """Runs at once on each GPU; fewer where they turned out to need too much memory."""
         self.retries: Counter[str] = Counter()
         self.waiting = [run for run in study.runs if run.summary is None]
         self.children: list[Child] = []
         self.errors: dict[str, str] = {}
-        """The last lines of what failed, by the name of the run."""
+        """The last lines of each run that failed."""
         self.gpu_seconds = read_gpu_seconds(study)
         self.looked = time.monotonic()
         self.view = View(study, console, len(study.runs) - len(self.waiting))
         self.busy = 0.0
-        """Seconds of runs that ended since the study was called, and what they did."""
+        """Seconds of the runs that ended since the study was called."""
         self.work = 0.0
+        """What these runs did, in the unit of `Run.cost`."""
 
     def go(self) -> None:
+        """Start runs and look after them until all have ended."""
         self.write()
         while self.waiting or self.children:
             while self.waiting and (job := self.free_job()) is not None:
@@ -200,7 +208,7 @@ class Runner:
         return steps
 
     def share_time(self) -> None:
-        """What went by since the last look is shared by those that go on in each place."""
+        """Divide the time since the last look among the runs that share a GPU."""
         before, self.looked = self.looked, time.monotonic()
         crowd = self.crowd()
         for child in self.children:
@@ -209,10 +217,11 @@ class Runner:
             child.share += (self.looked - max(before, child.start)) / at_once
 
     def crowd(self) -> Counter[int]:
-        """Runs that go on in each place."""
+        """How many runs go on, on each GPU."""
         return Counter(self.places.of(child.job) for child in self.children)
 
     def free_job(self) -> int | None:
+        """A job that a run can be started as; None while there is no room."""
         crowd, taken = self.crowd(), {child.job for child in self.children}
         free = (job for job in range(self.places.jobs) if job not in taken)
         return next((job for job in free if crowd[self.places.of(job)] < self.room[self.places.of(job)]), None)
@@ -231,15 +240,9 @@ class Runner:
         command = [sys.executable, "-m", "hacrl.study.child", "train", *arguments]
         with log.open("ab") as file:
             position = file.tell()
-            # Ctrl-C is for the study alone, which then ends its children.
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": file, "stderr": subprocess.STDOUT}
+            # In a session of its own: Ctrl-C is for the study alone, which then ends its children.
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         return Child(run, process, job, log, position, time.monotonic(), last_step(run))
 
     def end(self, child: Child) -> None:
@@ -248,20 +251,17 @@ class Runner:
         if starved and self.retries[child.run.name] < RETRIES:
             self.retry(child)
             return
-        seconds = time.monotonic() - child.start
-        summary = child.run.summary
-        if child.process.returncode == 0 and summary is not None:
+        run, code, seconds = child.run, child.process.returncode, time.monotonic() - child.start
+        if code == 0 and run.summary is not None:
             self.busy += seconds
-            self.work += child.run.cost * (1 - child.first_step / child.run.config.max_steps)
+            self.work += run.cost * (1 - child.first_step / run.config.max_steps)
         else:
-            code = child.process.returncode
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self.errors[child.run.name] = child.last_lines() or f"It ended with {how} and without a word."
-        results = self.write()
-        self.view.ended(child.run, seconds, summary, self.errors.get(child.run.name), results)
+            how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            self.errors[run.name] = child.last_lines() or f"The process {how} and printed nothing."
+        self.view.ended(run, seconds, self.errors.get(run.name), self.write())
 
     def retry(self, child: Child) -> None:
-        """Later, beside fewer others."""
+        """Try a run again later, beside fewer others."""
         place, name = self.places.of(child.job), child.run.name
         self.room[place] = min(self.room[place], child.at_once - 1)
         self.retries[name] += 1
@@ -285,9 +285,8 @@ class Runner:
         if self.places.gpus:
             name = child.run.name
             self.gpu_seconds[name] = self.gpu_seconds.get(name, 0.0) + child.share
-        stdin: IO[bytes] | None = child.process.stdin
-        if stdin is not None:
-            stdin.close()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
 
     def stop(self) -> None:
         """End all children, first by asking; a second Ctrl-C does not leave them behind."""
@@ -307,7 +306,7 @@ class Runner:
                 self.close(child)
 
     def time_left(self, steps: dict[str, int]) -> float | None:
-        """From what was done since the study was called."""
+        """Seconds until all runs are done, judged by what was done since the study was called; None at first."""
         busy, work = self.busy, self.work
         left = float(sum(run.cost for run in self.waiting))
         for child in self.children:
@@ -322,14 +321,10 @@ class Runner:
 def last_step(run: Run) -> int:
     """The newest step in the run's metrics; 0 where there is none."""
     file = run.folder.metrics_file
-    if not file.is_file():
-        return 0
-    with file.open("rb") as lines:
-        lines.seek(max(file.stat().st_size - TAIL, 0))
-        whole = lines.read().split(b"\n")[:-1]
     try:
-        *_, (_, last) = parse_lines(b"\n".join([*whole[-1:], b""]), file, METRICS)
-    except (UserError, ValueError):  # longer than what was read, or damaged: the run itself will say so
+        newest = read_bytes(file, -TAIL).split(b"\n")[-2:-1]  # behind it is what is being written
+        ((_, last),) = parse_lines(b"\n".join([*newest, b""]), file, METRICS)
+    except (FileNotFoundError, UserError, ValueError):  # not there, longer than what was read, or damaged
         return 0
     return int(last["step"])
 
@@ -342,28 +337,13 @@ class View:
 
     def __init__(self, study: Study, console: Console, done: int) -> None:
         self.console, self.total, self.done, self.left = console, len(study.runs), done, "–"
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self.bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.all = self.bars.add_task("runs", total=self.total, completed=done, note="")
-        self.tasks: dict[str, TaskID] = {}
+        fields = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[note]}")
+        self.bars = Progress(*fields, console=console, transient=True, disable=not console.is_terminal)
         width = max(len(run.name) for run in study.runs)
-        self.bars.update(self.all, description=f"{'runs':<{width}}")
+        self.all = self.bars.add_task(f"{'runs':<{width}}", total=self.total, completed=done, note="")
+        self.tasks: dict[str, TaskID] = {}
         if done:
             self.say(f"{done} of {self.total} runs are done already.")
-
-    def __enter__(self) -> Self:
-        self.bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bars.stop()
 
     def say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
@@ -378,15 +358,14 @@ class View:
                 self.tasks[run.name] = self.bars.add_task(run.name, total=run.config.max_steps, note="steps")
             self.bars.update(self.tasks[run.name], completed=steps[run.name])
 
-    def ended(
-        self, run: Run, seconds: float, summary: dict[str, Any] | None, error: str | None, results: dict[str, Any]
-    ) -> None:
+    def ended(self, run: Run, seconds: float, error: str | None, results: dict[str, Any]) -> None:
         self.done = sum(row["status"] == "done" for row in results["runs"])
+        summary = run.summary
         if error is not None or summary is None:
             self.say(f"{run.name} failed after {duration(seconds)}:")
             for line in (error or "").splitlines():
                 self.say(f"    {line}")
             return
         finals = [(name, agent.get(results["metric"])) for name, agent in summary["agents"].items()]
-        accuracies = ", ".join(f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in finals)
+        accuracies = ", ".join(f"{name} {number(value)}" for name, value in finals)
         self.say(f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")

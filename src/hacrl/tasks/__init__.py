@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hacrl.config.task import PartConfig, RewardConfig, SourceConfig, TaskConfig
+from hacrl.config.task import PartConfig, ProblemsConfig, RewardConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import ProblemStream, load_problems, overlap
@@ -39,7 +39,7 @@ def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
     return Mixture(parts, [part.weight for part in config.mixture]), remarks
 
 
-def _build_source(config: SourceConfig, seed: int, eval_size: int, scorers: GymScorers) -> tuple[Task, list[str]]:
+def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: GymScorers) -> tuple[Task, list[str]]:
     if config.generator is not None:
         return _build_gym(config, config.generator, seed, eval_size, scorers), []
     if config.name == "arithmetic":
@@ -69,7 +69,7 @@ def _build_source(config: SourceConfig, seed: int, eval_size: int, scorers: GymS
     return Task(ProblemStream(problems, seed).take, heldout[:eval_size], verifier, problems), remarks
 
 
-def _build_gym(config: SourceConfig, generator: str, seed: int, eval_size: int, scorers: GymScorers) -> Task:
+def _build_gym(config: ProblemsConfig, generator: str, seed: int, eval_size: int, scorers: GymScorers) -> Task:
     """With a curriculum, held-out problems are those of the last stage: what it leads to."""
     curriculum = Curriculum(config.curriculum) if config.curriculum else None
     stages = [
@@ -94,7 +94,7 @@ def _reward(config: RewardConfig) -> str | SoftOverlong:
     return SoftOverlong(config.max_completion_length, config.soft_punish_cache)
 
 
-def _verifier(config: SourceConfig, rewards: Sequence[tuple[str | SoftOverlong, float]]) -> Verifier:
+def _verifier(config: ProblemsConfig, rewards: Sequence[tuple[str | SoftOverlong, float]]) -> Verifier:
     return Verifier(
         rewards,
         timeout=config.reward_timeout,

@@ -10,9 +10,9 @@ import numpy as np
 from hacrl.execution.executor import Timed
 from hacrl.learners.learner import LearnResult
 from hacrl.rollouts.rollout import Rollout
+from hacrl.training.records import Costs
 
-ACCOUNTED = ("rollouts", "tokens", "tokens_trained", "tokens_forward", "updates")
-"""What a result has cost, besides time and memory."""
+ACCOUNTED = tuple(Costs.__annotations__)
 
 
 class Accounts:

@@ -1,4 +1,4 @@
-"""The trained models of a run in folders of their own."""
+"""Copies the trained models of a run into folders of their own."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,17 +1,18 @@
-"""Reads the JSON files of runs, evaluations and studies.
+"""Reads JSON files and checks that they hold what we wrote; records.py lists those of runs and studies.
 
-A crash or a person may have damaged them. What is not what we wrote is a `UserError` that names file and line, says
-what is wrong there and what to do.
+A crash or a person may have damaged a file. Then a `UserError` names the file and the line, and says what is wrong
+there and what to do.
 """
 
 import codecs
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 from hacrl.errors import UserError
 
@@ -26,69 +27,38 @@ class Kind:
     """A kind of JSON object that we write, alone in a file or one a line."""
 
     what: str
+    """What an error message calls it."""
     shape: Shape
     advice: str
     """What to do with a damaged one."""
     exact: bool = False
-    """Numbers that are not finite stay as they are; else they are None."""
+    """Whether numbers that are not finite stay as they are; otherwise they become None."""
     grows: bool = False
-    """The file grows line by line: a last line without its end was interrupted, and does not count."""
+    """Whether the file grows line by line: a last line without its end was interrupted, and does not count."""
 
 
 NUMBER = (int, float, NoneType)
-"""JSON has no word for a number that is not finite: null stands for it."""
+"""A number in JSON, where null stands for one that is not finite."""
 LARGEST = 2**63
-"""Whole numbers beyond it are none of ours, and floats cannot be made of all of them."""
+"""We write no whole number as large as this; not all of them fit into a float."""
 
-METRICS = Kind("a line of metrics", {"step": int, "*": NUMBER}, "Fix or delete that line.", grows=True)
-ROLLOUT = Kind(
-    "a rollout",
-    {
-        "source": str,
-        "prompt": (str, [{"role": str, "content": object}]),
-        "text": str,
-        "prompt_id?": str,
-        "index?": int,
-        "reward?": NUMBER,
-        "num_tokens?": int,
-        "logp_sum?": NUMBER,
-        "learners?": {"*": {"advantage?": NUMBER, "ratio?": NUMBER}},
-    },
-    "Fix or delete that line.",
-)
-SUMMARY = Kind(
-    "the summary of a run",
-    {"steps": int, "seconds": NUMBER, "agents": {"*": {"model?": object, "dropped?": object, "*": NUMBER}}},
-    "Delete the file: continuing with --resume writes it again.",
-)
-STUDY = Kind(
-    "the results of a study",
-    {
-        "runs": [
-            {"pair?": str, "variant?": str, "seed?": int, "dir?": str, "status?": str, "gpu_seconds?": NUMBER},
-        ],
-        "name?": (str, NoneType),
-        "title?": (str, NoneType),
-    },
-    "Delete the file: `hacrl study` writes it again.",
-)
-ANYTHING = Kind("a JSON object", {}, "Fix or delete that line.")
-PROGRESS = Kind(
-    "the progress of a run",
-    {
-        "phase": str,
-        "since": (int, float),
-        "agents": [str],
-        "save_seconds": (int, float),
-        "warning": (str, NoneType),
-    },
-    "Delete the file: a run that goes on writes it again.",
-)
+
+def shape_of(annotation: Any) -> Shape:
+    """The shape that a type describes. Keys that a TypedDict does not list may hold anything."""
+    if is_typeddict(annotation):
+        types, required = get_type_hints(annotation), annotation.__required_keys__
+        return {name if name in required else f"{name}?": shape_of(each) for name, each in types.items()}
+    origin, parts = get_origin(annotation), [shape_of(part) for part in get_args(annotation)]
+    if origin is dict:
+        return {"*": parts[1]}
+    if origin in (list, UnionType):
+        return parts if origin is list else tuple(parts)
+    return (int, float) if annotation is float else annotation
 
 
 def read_object(path: Path, kind: Kind) -> Line:
     """The JSON object that a file holds."""
-    return _parsed(_read(path), kind, str(path))
+    return _parsed(read_bytes(path).removeprefix(codecs.BOM_UTF8), kind, str(path))
 
 
 def read_lines(path: Path, kind: Kind) -> list[Line]:
@@ -97,8 +67,8 @@ def read_lines(path: Path, kind: Kind) -> list[Line]:
 
 
 def each_line(path: Path, kind: Kind) -> Iterator[tuple[str, Line]]:
-    """The lines of a file, as they stand there and as objects; each is read when it is asked for."""
-    return parse_lines(_read(path), path, kind)
+    """Each line of a file, as text and as an object; a damaged one is an error when its turn comes."""
+    return parse_lines(read_bytes(path).removeprefix(codecs.BOM_UTF8), path, kind)
 
 
 def parse_lines(data: bytes, path: Path, kind: Kind, first: int = 1) -> Iterator[tuple[str, Line]]:
@@ -110,6 +80,18 @@ def parse_lines(data: bytes, path: Path, kind: Kind, first: int = 1) -> Iterator
         if text.strip():
             line = _parsed(text, kind, f"{path}, line {n},", is_line=True)
             yield text.decode("utf-8", "surrogatepass"), line
+
+
+def read_bytes(path: Path, start: int = 0) -> bytes:
+    """A file from an offset on, or, where `start` is negative, its last bytes. FileNotFoundError if it is not there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start if start >= 0 else max(os.fstat(file.fileno()).st_size + start, 0))
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _parsed(data: bytes, kind: Kind, place: str, is_line: bool = False) -> Line:
@@ -133,15 +115,6 @@ def _parsed(data: bytes, kind: Kind, place: str, is_line: bool = False) -> Line:
     raise UserError(f"{place} {wrong}. {kind.advice}")
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-
-
 def _finite(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
@@ -156,10 +129,10 @@ def mismatch(value: Any, shape: Shape, name: str = "") -> str | None:
         return next((fault for item in value if (fault := mismatch(item, shape[0], name))), None)
     if isinstance(shape, dict) and isinstance(value, dict):
         return _mismatched_key(value, shape, f"{name}." if name else "")
-    plain = isinstance(shape, type) and isinstance(value, shape)
-    number_fits = not isinstance(value, int) or (not isinstance(value, bool) and abs(value) < LARGEST)
-    if plain and (shape is object or number_fits):
-        return None
+    if isinstance(shape, type) and isinstance(value, shape):
+        number_fits = not isinstance(value, int) or (not isinstance(value, bool) and abs(value) < LARGEST)
+        if number_fits or shape in (object, bool):
+            return None
     return f"{name or 'it'} is {_shown(value)}"
 
 

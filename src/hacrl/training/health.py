@@ -1,4 +1,4 @@
-"""A plain warning when collaboration is idle or harmful, from what is logged anyway."""
+"""Warnings when agents learn nothing from each other, or seem to harm each other, judged by the metrics."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from typing import Any
 from hacrl.algorithms import Algorithm
 
 WINDOW = 10
-"""Steps that are looked at."""
+"""How many of the last steps a warning is judged by."""
 OPPOSED = -0.05
-"""Mean cosine of the foreign and the own gradient below which they are called opposed."""
+"""Mean cosine of a learner's foreign and own gradient below which they are called opposed."""
 
 
 class CollaborationCheck:
-    """Looks at the metrics of each step; warns once for each agent and trouble."""
+    """Looks at the metrics of each step and warns once for each agent and kind of trouble."""
 
     def __init__(self, agents: Sequence[str], algorithm: Algorithm) -> None:
         self.agents, self.algorithm = agents, algorithm
@@ -22,6 +22,7 @@ class CollaborationCheck:
         self._told: set[tuple[str, str]] = set()
 
     def warnings(self, metrics: dict[str, Any]) -> list[str]:
+        """What the metrics of one more step give reason to say."""
         self._recent.append(metrics)
         if len(self._recent) < WINDOW:
             return []
@@ -34,7 +35,7 @@ class CollaborationCheck:
         return found
 
     def _idle(self, learner: str) -> str | None:
-        """Others' rollouts were there to learn from, in every step, and none of them was used."""
+        """A warning if in every step there were rollouts of others to learn from, and none of them was used."""
         prefixes = [f"{learner}/from_{source}" for source in self.agents if source != learner]
         for metrics in self._recent:
             kept = [metrics[f"{prefix}/kept"] for prefix in prefixes if f"{prefix}/kept" in metrics]
@@ -59,6 +60,7 @@ class CollaborationCheck:
         )
 
     def _harmful(self, learner: str) -> str | None:
+        """A warning if what the learner gets from others points against what it learns from its own rollouts."""
         name = f"{learner}/grad_cosine"
         cosines = [metrics[name] for metrics in self._recent if metrics.get(name) is not None]
         if len(cosines) < WINDOW or (mean := sum(cosines) / len(cosines)) > OPPOSED:

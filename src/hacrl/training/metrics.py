@@ -1,7 +1,6 @@
-"""What is measured in a step: TRL's names for each agent, and how each learner used each source.
+"""The metrics of a step: TRL's names for each agent, and how each learner used each source.
 
-All names are listed in docs/algorithm.md. Names that contain `time` depend on the machine; the rest of a
-run's metrics are reproducible.
+The docs list all names. Those that contain `time` depend on the machine; all other metrics are reproducible.
 """
 
 import math
@@ -18,12 +17,15 @@ from hacrl.learners.minibatch import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict
+from hacrl.training.records import teaching
 
 Metrics = dict[str, float]
+Records = dict[str, np.ndarray]
+"""A row for each rollout and update of a learner, as columns by name."""
 
 
 def accuracy_metrics(name: str, problems: Sequence[Problem], verdicts: Sequence[Verdict]) -> Metrics:
-    """The mean reward of what was judged, of all problems and of each part of a mixture."""
+    """Mean reward of the answers that were judged, over all problems and over each part of a mixture."""
     by_part: dict[str | None, list[float]] = {}
     for problem, verdict in zip(problems, verdicts, strict=True):
         if verdict.reward is not None:
@@ -34,7 +36,7 @@ def accuracy_metrics(name: str, problems: Sequence[Problem], verdicts: Sequence[
 
 
 def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """One agent's rollouts that a step learns from, of which those that could not be verified have no reward."""
+    """Lengths and rewards of one agent's rollouts that a step learns from; those without a verdict have no reward."""
     valid = [rollout for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_tokens for rollout in rollouts]
     metrics: Metrics = {
@@ -64,26 +66,39 @@ def reward_of_parts(rollouts: Sequence[Rollout], problems: Sequence[Problem]) ->
 
 
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
-    """What the clip did to the learner's own rollouts, beside what it reports itself."""
+    """What the learner reports itself, and what the clip did to its own rollouts."""
     metrics = dict(result.metrics) | _dropped(result, lesson, learner)
-    records = teaching(result.records)
-    if records:
-        source = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
-        own = source == learner
-        if own.any():
-            ratio, advantage = np.exp(records["log_ratio"][own]), records["advantage"][own]
-            low = (ratio < records["lower"][own]) & (advantage < 0)
-            high = (ratio > records["upper"][own]) & (advantage > 0)
-            metrics["clip_ratio/low_mean"] = float(low.mean())
-            metrics["clip_ratio/high_mean"] = float(high.mean())
-            metrics["clip_ratio/region_mean"] = float((low | high).mean())
-            metrics["gradient_mass"] = gradient_mass({name: column[own] for name, column in records.items()})
+    own = _by_source(result, lesson).get(learner)
+    if own:
+        ratio, advantage = np.exp(own["log_ratio"]), own["advantage"]
+        low = (ratio < own["lower"]) & (advantage < 0)
+        high = (ratio > own["upper"]) & (advantage > 0)
+        metrics["clip_ratio/low_mean"] = float(low.mean())
+        metrics["clip_ratio/high_mean"] = float(high.mean())
+        metrics["clip_ratio/region_mean"] = float((low | high).mean())
+        metrics["gradient_mass"] = gradient_mass(own)
     return metrics
 
 
-def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The lines with A other than 0: the others are computed for a trace only, and figures must not depend on that."""
-    return {name: column[records["advantage"] != 0] for name, column in records.items()}
+def pair_metrics(result: LearnResult, lesson: Lesson, sources: int) -> list[Metrics]:
+    """How a learner used the rollouts of each of so many agents."""
+    found = _by_source(result, lesson)
+    return [
+        _dropped(result, lesson, source) | (_use_of(found[source]) if source in found else {})
+        for source in range(sources)
+    ]
+
+
+def _by_source(result: LearnResult, lesson: Lesson) -> dict[int, Records]:
+    """The rows of a learner's updates that have A other than 0, by the source of the rollout."""
+    records = teaching(result.records)
+    if not records:
+        return {}
+    source_N = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
+    order_N = np.argsort(source_N, kind="stable")
+    sources, starts = np.unique(source_N[order_N], return_index=True)
+    parts = zip(sources.tolist(), np.split(order_N, starts[1:]), strict=False)
+    return {source: {name: column[part] for name, column in records.items()} for source, part in parts}
 
 
 def _dropped(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
@@ -92,30 +107,14 @@ def _dropped(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
     return {"dropped": sum(reasons.values()), **{f"dropped/{reason}": count for reason, count in reasons.items()}}
 
 
-def gradient_mass(records: dict[str, np.ndarray]) -> float:
-    """Sum of |weight x advantage| that reaches the gradient: how much a set of rollouts moved the learner."""
+def gradient_mass(records: Records) -> float:
+    """How much a set of rollouts moved the learner: the sum of |weight x advantage| that reaches the gradient."""
     mass = np.abs(records["weight"] * records["advantage"]) * records["kept"] * records["mean_weight"]
     return float(mass.sum())
 
 
-def pair_metrics(result: LearnResult, lesson: Lesson, sources: int) -> list[Metrics]:
-    """How a learner used the rollouts of each of so many agents."""
-    metrics = [_dropped(result, lesson, source) for source in range(sources)]
-    records = teaching(result.records)
-    if not records:
-        return metrics
-    source_N = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
-    order = np.argsort(source_N, kind="stable")
-    bounds = np.searchsorted(source_N[order], range(sources + 1))
-    for source in range(sources):
-        chosen = order[bounds[source] : bounds[source + 1]]
-        if len(chosen):
-            metrics[source] |= _use_of({name: column[chosen] for name, column in records.items()})
-    return metrics
-
-
-def _use_of(records: dict[str, np.ndarray]) -> Metrics:
-    """What became of the rollouts of one source."""
+def _use_of(records: Records) -> Metrics:
+    """Ratios, bounds and weights of the rollouts of one source."""
     ratio, kept, advantage = np.exp(records["log_ratio"]), records["kept"].astype(bool), records["advantage"]
     weight = records["weight"] * kept
     percents = (5, 25, 50, 75, 95)
@@ -138,7 +137,7 @@ def _use_of(records: dict[str, np.ndarray]) -> Metrics:
 
 
 def baseline_metrics(advantages: Advantages) -> Metrics:
-    """Bias of the capability-aware baseline on single prompts, of which the batch mean shows nothing."""
+    """Bias of the capability-aware baseline on single prompts, which the mean over the batch does not show."""
     metrics: Metrics = {"baseline_guarded": advantages.guarded_share}
     if advantages.bias_P is not None and advantages.bias_noise_P is not None and len(advantages.bias_P):
         bias, noise = advantages.bias_P.numpy(), advantages.bias_noise_P.numpy()

@@ -1,10 +1,14 @@
-"""What a run will do and need, worked out from its config without loading a weight."""
+"""What a run will do and need, worked out from its config without loading a weight: `--dry-run`.
 
-from dataclasses import dataclass
+Seconds are arithmetic and memory traffic at full lengths, over rates that were measured.
+"""
+
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
-from hacrl.agents.loading import count_parameters
+from hacrl.agents.loading import count_parameters, load_model_config
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.decoder.head import CHUNK_ELEMENTS
 from hacrl.decoder.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
@@ -12,33 +16,94 @@ from hacrl.execution.local import THREADS
 from hacrl.tasks import build_task
 from hacrl.tasks.dataset import is_on_hub
 from hacrl.tasks.problem import Problem
-from hacrl.training.speed import CORE, H200, H200_FLOAT32, Device, Shape, learning_seconds, sampling_seconds
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that its cost depends on."""
+
+    parameters: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, agent: AgentConfig, parameters: int) -> "Shape":
+        text = load_model_config(agent).get_text_config()
+        width, heads = text.hidden_size, text.num_attention_heads
+        settings = text.to_dict()  # not every architecture has grouped heads or a head size of its own
+        kv_heads = settings.get("num_key_value_heads") or heads
+        head_dim = settings.get("head_dim") or width // heads
+        return cls(parameters, text.num_hidden_layers, width, heads, kv_heads, head_dim, text.vocab_size)
+
+    def cache_bytes(self, size: int) -> int:
+        """Bytes of the keys and values of one token, with `size` bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * size
+
+    def operations(self, context: float) -> float:
+        """Operations of a forward pass for one token that attends to `context` others."""
+        return 2.0 * self.parameters + 4.0 * self.layers * self.heads * self.head_dim * context
+
+
+@dataclass(frozen=True)
+class Device:
+    """How fast a device is, and which share of that a model reaches."""
+
+    name: str
+    operations: float
+    """Operations a second in large matrix products."""
+    bytes: float
+    """Bytes a second from its memory."""
+    sampling: float
+    """Share of the possible speed that decoding a token reaches, limited by arithmetic or by memory."""
+    learning: float
+    """Share of the arithmetic's speed that forward and backward passes reach."""
+    layer: float = 0.0
+    """Seconds that a layer takes to decode a token, whatever it computes: starting kernels."""
+    token: float = 0.0
+    """Seconds that a token takes in a layer besides the matrix products; most of the time in tiny models."""
+
+    def times(self, count: int) -> "Device":
+        """`count` such devices working together on all rows."""
+        return replace(self, operations=self.operations * count, bytes=self.bytes * count, token=self.token / count)
+
+
+H200 = Device("H200", 790e12, 4.3e12, sampling=0.23, learning=0.28, layer=20.5e-6)
+H200_FLOAT32 = replace(H200, operations=67e12)
+"""NVIDIA's figure for float32: not measured."""
+CORE = Device("CPU core", 130e9, 10e9, sampling=0.24, learning=0.57, token=16e-6)
+
+
+@dataclass(frozen=True)
 class AgentPlan:
+    """What one agent does in a step, and an estimate of what it needs for that."""
+
     id: str
     parameters: int
     adapters: int
     """Parameters of the adapters, which are all that is trained where there are any."""
     rollouts_sampled: int
-    """In one step."""
     rollouts_used: int
     updates: int
     memory: dict[str, float]
-    """GiB by purpose, of each process: an estimate."""
+    """GiB by purpose, in each process of the agent."""
     host_memory: float
     """GiB that `optimizer_offload` needs in the computer's memory."""
     device: str
-    """What the seconds are for."""
+    """The devices that the seconds are estimated for."""
     sampling: float
+    """Seconds, if all completions are as long as allowed."""
     learning: float
-    """Seconds, at full lengths: an estimate."""
+    """Seconds, if all completions are as long as allowed."""
 
 
 def plan(config: RunConfig) -> list[AgentPlan]:
+    """The plan of each agent."""
     plans, bases = [], set()
     for agent in config.agents:
         base = (agent.model, agent.dtype, agent.device) if agent.lora is not None else None
@@ -48,7 +113,7 @@ def plan(config: RunConfig) -> list[AgentPlan]:
 
 
 def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
-    """What agents will be asked first, None where it would have to be downloaded; and remarks for the user.
+    """The first problem of the run, None where it would have to be downloaded; and remarks for the user.
 
     UserError if the run could not begin with this task.
     """
@@ -62,7 +127,7 @@ def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
 
 
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> AgentPlan:
-    """`shares_base`: another agent with adapters has the model already."""
+    """The plan of one agent; `shares_base`: another agent with adapters has loaded the model already."""
     parameters, trained = count_parameters(agent)
     shape = Shape.of(agent, parameters)
     device, cores = device_of(config, agent)
@@ -94,20 +159,20 @@ def step_seconds(config: RunConfig, plans: list[AgentPlan]) -> float:
 
 
 def side_by_side(config: RunConfig) -> int:
-    """Agents that one process runs at the same time."""
+    """How many agents one process runs at the same time."""
     in_turns = any(is_on_gpu(config, agent) and agent.fsdp == 1 for agent in config.agents)
     return 1 if in_turns else min(len(config.agents), THREADS)
 
 
 def is_on_gpu(config: RunConfig, agent: AgentConfig) -> bool:
-    """Whether it will be; a plan may be for another machine."""
+    """Whether the agent will be on a GPU; this machine need not have one, for a plan may be for another."""
     if config.execution == "ray" and agent.resources.num_gpus == 0:
         return False
     return agent.device.startswith("cuda") or (agent.device == "auto" and torch.cuda.is_available())
 
 
 def device_of(config: RunConfig, agent: AgentConfig) -> tuple[Device, int]:
-    """What one process of an agent computes with, and how many of them."""
+    """The device of one process of an agent, and how many of them it has: one GPU, or some cores."""
     if is_on_gpu(config, agent):
         return (H200 if agent.dtype == "bfloat16" else H200_FLOAT32), 1
     if config.execution == "ray":
@@ -115,9 +180,15 @@ def device_of(config: RunConfig, agent: AgentConfig) -> tuple[Device, int]:
     return CORE, max(THREADS // side_by_side(config) // agent.fsdp, 1)
 
 
+def number_bytes(agent: AgentConfig) -> int:
+    """Bytes of a number that the model computes with."""
+    return 2 if agent.dtype == "bfloat16" else 4
+
+
 def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained: int, shares_base: bool) -> int:
-    """What the model computes with, the gradients it leaves there, and the starting policy: for adapters, the model."""
-    size = 2 if agent.dtype == "bfloat16" else 4
+    """Bytes of the model's weights, of gradients of their type, and of the starting policy, which adapters leave in
+    the model."""
+    size = number_bytes(agent)
     keeps_reference = bool(config.algorithm.beta) or agent.log_kl
     if agent.fsdp > 1:  # parts of both in float32, and the whole model while it samples
         return 4 * parameters * (1 + keeps_reference) // agent.fsdp + size * parameters
@@ -128,7 +199,7 @@ def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained
 
 
 def optimizer_bytes(config: RunConfig, agent: AgentConfig, trained: int) -> int:
-    """Float32 gradients, Adam's two moments, and float32 weights where the model computes with others."""
+    """Bytes of float32 gradients, of Adam's two moments, and of float32 weights where the model has others."""
     splits_gradient = config.algorithm.shares_rollouts and len(config.agents) > 1  # the own part is kept
     moments = 2 * (1 if agent.optimizer == "adamw_8bit" else 4)
     return trained * (4 * (1 + splits_gradient + has_master_weights(agent)) + moments) // agent.fsdp
@@ -139,23 +210,64 @@ def has_master_weights(agent: AgentConfig) -> bool:
 
 
 def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[str, float]:
-    """The key-value cache, and one micro-batch of activations."""
-    size = 2 if agent.dtype == "bfloat16" else 4
+    """GiB of the key-value cache, and of the activations and logits of one pass."""
+    size = number_bytes(agent)
     length = agent.max_prompt_length + agent.max_completion_length
     rollouts = config.prompts_per_step * config.rollouts_per_prompt(agent)
     tokens = min(agent.micro_batch_size or rollouts, rollouts) * length
     if agent.micro_batch_size is None:  # at most so many in one pass, and fewer where memory is short
         tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(config, agent) else CPU_BATCH_TOKENS, length))
-    # Of several processes, each takes its share of a pass and of the prompts.
+    # Each process of an agent takes its share of a pass and of the prompts.
     tokens = max(tokens // agent.fsdp, length)
     decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations // agent.fsdp)
-    # A prompt is there once for all of its completions.
+    # All completions of a prompt share its cache.
     cached = decoded * (agent.max_completion_length + agent.max_prompt_length / agent.num_generations)
 
     return {
         "cache": shape.cache_bytes(size) * cached / GIB,
         # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
         "activations": 17 * size * shape.layers * shape.width * tokens / GIB,
-        # A slice of them at a time, its probabilities and their gradient.
+        # One slice at a time: logits, probabilities and their gradient.
         "logits": 3 * 4 * min(CHUNK_ELEMENTS, tokens * shape.vocabulary) / GIB,
     }
+
+
+def sampling_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device: Device) -> float:
+    """Seconds to decode all completions, as long as allowed, in batches; each process takes its share of them."""
+    size = number_bytes(agent)
+    prompts, length = config.prompts_per_step / agent.fsdp, agent.max_completion_length
+    rows = min(float(agent.sampling_batch_size), prompts * agent.num_generations)
+    batches = math.ceil(prompts * agent.num_generations / rows)
+    operations = rows * shape.operations(agent.max_prompt_length + length / 2)
+    # A prompt's keys and values are read once for all of its completions.
+    cached = rows * length / 2 + rows / agent.num_generations * agent.max_prompt_length
+    traffic = shape.parameters * size + cached * shape.cache_bytes(size)
+    floor = max(operations / device.operations, traffic / device.bytes)
+    token_step = floor / device.sampling + shape.layers * (device.layer + rows * device.token)
+    reading = prompts * agent.max_prompt_length * shape.operations(agent.max_prompt_length / 2)
+    return batches * length * token_step + reading / device.operations / device.learning
+
+
+def learning_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device: Device) -> float:
+    """Seconds to learn from all rollouts and to score others', if all are as long as allowed, none has A = 0 and the
+    clip keeps all foreign ones."""
+    used = config.rollouts_per_prompt(agent)
+    own = min(agent.num_generations, used)
+    gradient = 3 + bool(agent.gradient_checkpointing)  # counted in forward passes; a backward pass is two
+    reference = 0.0
+    if config.algorithm.beta:
+        reference = agent.num_iterations
+    elif agent.log_kl:  # logged in the first update alone
+        reference = 1 / config.updates_per_step(agent)
+    own_passes = agent.num_iterations * gradient + agent.recomputes_logprobs + reference
+    looks = agent.fast and not config.trace and not config.algorithm.keeps_all
+    foreign_passes = agent.num_iterations * (gradient + looks)
+
+    def tokens(rollouts: int) -> int:
+        return config.prompts_per_step * (agent.max_prompt_length + rollouts * agent.max_completion_length)
+
+    passed = own_passes * tokens(own) + (foreign_passes * tokens(used - own) if used > own else 0)
+    if config.algorithm.scores_by_others and len(config.agents) > 1:
+        passed += tokens(sum(other.num_generations for other in config.agents if other.id != agent.id))
+    operations = shape.operations(agent.max_prompt_length + agent.max_completion_length / 2)
+    return passed / agent.fsdp * (operations / device.operations / device.learning + shape.layers * device.token / 3)

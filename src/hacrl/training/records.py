@@ -1,48 +1,221 @@
-"""Lines of rollouts/ and trace/ (docs/algorithm.md): what each rollout is, and what it was to each learner."""
+"""What the files of runs and studies hold, as types; and the lines of rollouts/ and trace/, as the trainer makes them.
+
+Reading a file checks it against its type. The docs explain every field.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+import numpy as np
+
 from hacrl.rollouts.rollout import Rollout
-from hacrl.training.metrics import teaching
+from hacrl.training.files import NUMBER, Kind, Line, read_lines, read_object, shape_of
 
-Line = dict[str, Any]
+if TYPE_CHECKING:  # commands that only read files need not wait for transformers
+    from hacrl.learners.learner import LearnResult
+    from hacrl.learners.minibatch import Lesson
+
+Number = float | None
+"""A number; None stands for one that is not finite or not known."""
+
+
+class Message(TypedDict):
+    """A message of a chat prompt."""
+
+    role: str
+    content: object
+
+
+class Use(TypedDict, total=False):
+    """What a learner made of a rollout: why it was dropped; or its advantage and, where that is not 0, the figures of
+    the first update that used it."""
+
+    dropped: str
+    advantage: Number
+    ratio: Number
+    lower: Number
+    upper: Number
+    kept: bool
+    weight: Number
+
+
+class RolloutLine(TypedDict):
+    """A line of rollouts/step-*.jsonl. Earlier versions wrote fewer fields."""
+
+    source: str
+    prompt: str | list[Message]
+    text: str
+    step: NotRequired[int]
+    prompt_id: NotRequired[str]
+    index: NotRequired[int]
+    reward: NotRequired[Number]
+    finish_reason: NotRequired[str]
+    num_tokens: NotRequired[int]
+    logp_sum: NotRequired[Number]
+    policy_version: NotRequired[int]
+    reward_parts: NotRequired[dict[str, Number]]
+    problem: NotRequired[str]
+    detail: NotRequired[str | None]
+    learners: NotRequired[dict[str, Use]]
+
+
+class TraceLine(TypedDict):
+    """A line of trace/step-*.jsonl: a rollout that a learner used in an update."""
+
+    step: int
+    learner: str
+    source: str
+    prompt_id: str
+    index: int
+    update: Number
+    num_tokens: Number
+    logp_sum: Number
+    log_ratio: Number
+    lower: Number
+    upper: Number
+    kept: bool
+    advantage: Number
+    omega: Number
+    weight: Number
+    objective: Number
+
+
+class Costs(TypedDict, total=False):
+    """What a run, or an agent of it, has cost besides time and memory."""
+
+    rollouts: Number
+    tokens: Number
+    tokens_trained: Number
+    tokens_forward: Number
+    updates: Number
+
+
+class AgentSummary(Costs, total=False):
+    """What an agent has reached, and what that has cost."""
+
+    model: object
+    start_accuracy: Number
+    final_accuracy: Number
+    start_sampled: Number
+    final_sampled: Number
+    sample_seconds: Number
+    learn_seconds: Number
+    peak_memory_gib: Number
+    unverified: Number
+    dropped: object
+    nonfinite_updates: Number
+
+
+class Summary(Costs):
+    """summary.json of a finished run. Earlier versions wrote fewer fields."""
+
+    steps: int
+    seconds: Number
+    agents: dict[str, AgentSummary]
+    peak_memory_gib: NotRequired[Number]
+    algorithm: NotRequired[object]
+    best_step: NotRequired[int | None]
+
+
+class StudyRun(TypedDict, total=False):
+    """A run in study.json."""
+
+    pair: str
+    variant: str
+    seed: int
+    dir: str
+    status: str
+    error: object
+    gpu_seconds: Number
+    summary: object
+
+
+class StudyResults(TypedDict):
+    """study.json: the fields that are needed again. `collect` in study/results.py makes all of them."""
+
+    runs: list[StudyRun]
+    name: NotRequired[str | None]
+    title: NotRequired[str | None]
+
+
+class ProgressState(TypedDict):
+    """progress.json: what a run does at this moment, for `hacrl watch`."""
+
+    step: NotRequired[int]
+    phase: str
+    since: float
+    agents: list[str]
+    """Agents at work in this phase."""
+    save_seconds: float
+    """Seconds that the last checkpoint took."""
+    warning: str | None
+
+
+LINE_ADVICE = "Fix or delete that line."
+METRICS = Kind("a line of metrics", {"step": int, "*": NUMBER}, LINE_ADVICE, grows=True)
+"""A line of metrics.jsonl: the step, and numbers by name."""
+ROLLOUT = Kind("a rollout", shape_of(RolloutLine), LINE_ADVICE)
+TRACE = Kind("a line of a trace", shape_of(TraceLine), LINE_ADVICE)
+SUMMARY = Kind("the summary of a run", shape_of(Summary), "Delete the file: continuing with --resume writes it again.")
+STUDY = Kind("the results of a study", shape_of(StudyResults), "Delete the file: `hacrl study` writes it again.")
+PROGRESS = Kind(
+    "the progress of a run", shape_of(ProgressState), "Delete the file: a run that goes on writes it again."
+)
+
+
+def read_rollouts(path: Path) -> list[RolloutLine]:
+    """The rollouts of a step."""
+    return cast(list[RolloutLine], read_lines(path, ROLLOUT))
+
+
+def read_trace(path: Path) -> list[TraceLine]:
+    """The trace of a step."""
+    return cast(list[TraceLine], read_lines(path, TRACE))
+
+
+def read_study(path: Path) -> StudyResults:
+    """The results of a study, from its study.json."""
+    return cast(StudyResults, read_object(path, STUDY))
+
+
+# --- lines of rollouts/ and trace/ -----------------------------------------------------------------
 
 
 def rollout_lines(
     ids: Sequence[str],
     rollouts: Sequence[Sequence[Rollout]],
-    lessons: Sequence[Lesson] = (),
-    results: Sequence[LearnResult] = (),
+    lessons: Sequence["Lesson"] = (),
+    results: Sequence["LearnResult"] = (),
 ) -> list[Line]:
     """One line for every rollout; after learning, with what it was to each learner."""
-    learners: dict[int, Line] = {id(rollout): {} for own in rollouts for rollout in own}
+    learners: dict[tuple[int, int, int], Line] = {}
     for learner, lesson, result in zip(ids, lessons, results, strict=False):
         for row, use in uses(result, lesson).items():
-            learners[id(lesson.rollouts[row])][learner] = use
+            learners.setdefault(_key(lesson.rollouts[row]), {})[learner] = use
     lines = []
     for source, own in zip(ids, rollouts, strict=True):
         for rollout in own:
-            use = {"learners": learners[id(rollout)]} if lessons else {}
-            lines.append({**rollout.record(source), **use})
+            known = {"learners": learners.get(_key(rollout), {})} if lessons else {}
+            lines.append({**rollout.record(source), **known})
     return lines
 
 
-def uses(result: LearnResult, lesson: Lesson) -> dict[int, Line]:
-    """What each rollout, by row, was to one learner: its line in the rollout's `learners`.
+def _key(rollout: Rollout) -> tuple[int, int, int]:
+    """What tells a rollout from all others of its step."""
+    return rollout.source, rollout.prompt_index, rollout.index
 
-    Ratio and clip are those of the first update that used it; where A is 0 they are not computed.
-    """
-    lines: dict[int, Line] = {
+
+def uses(result: "LearnResult", lesson: "Lesson") -> dict[int, Use]:
+    """What each rollout, by row, was to one learner: its line in the rollout's `learners`."""
+    lines: dict[int, Use] = {
         row: {"dropped": result.dropped[row]} if row in result.dropped else {"advantage": advantage}
         for row, advantage in enumerate(lesson.mean_advantages)
     }
     records = {name: column.tolist() for name, column in teaching(result.records).items()}
     for i, row in enumerate(records.get("row", [])):
-        if "ratio" not in lines[row]:
+        if "ratio" not in lines[row]:  # the first update counts
             lines[row] |= {
                 "ratio": math.exp(records["log_ratio"][i]),
                 "lower": records["lower"][i],
@@ -53,21 +226,19 @@ def uses(result: LearnResult, lesson: Lesson) -> dict[int, Line]:
     return lines
 
 
-def trace_lines(step: int, ids: Sequence[str], learner: str, lesson: Lesson, result: LearnResult) -> list[Line]:
+def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The rows with A other than 0: the others are computed for a trace only, and figures must not depend on that."""
+    return {name: column[records["advantage"] != 0] for name, column in records.items()}
+
+
+def trace_lines(step: int, ids: Sequence[str], learner: str, lesson: "Lesson", result: "LearnResult") -> list[Line]:
     """One line for every rollout the learner used in each update."""
-    records = {name: column.tolist() for name, column in result.records.items()}
+    columns = {name: column.tolist() for name, column in result.records.items() if name != "mean_weight"}
+    rows = columns.pop("row", [])
     lines = []
-    for i, row in enumerate(records.get("row", [])):
+    for row, *values in zip(rows, *columns.values(), strict=True):
         rollout = lesson.rollouts[row]
-        line = {
-            "step": step,
-            "learner": learner,
-            "source": ids[rollout.source],
-            "prompt_id": rollout.prompt_id,
-            "index": rollout.index,
-        }
-        for name, column in records.items():
-            if name not in ("row", "mean_weight"):
-                line[name] = column[i]
-        lines.append(line)
+        place = {"step": step, "learner": learner, "source": ids[rollout.source]}
+        which = {"prompt_id": rollout.prompt_id, "index": rollout.index}
+        lines.append({**place, **which, **dict(zip(columns, values, strict=True))})
     return lines

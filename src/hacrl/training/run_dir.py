@@ -1,4 +1,4 @@
-"""The files of one run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json, progress.json."""
+"""The folder of a run: config.yaml, metrics.jsonl, rollouts/, trace/, checkpoints, summary.json, progress.json."""
 
 import fcntl
 import json
@@ -17,22 +17,30 @@ from pydantic import BaseModel
 from hacrl.config import RunConfig
 from hacrl.config.settings import read_source
 from hacrl.errors import UserError, warn
-from hacrl.training.files import ANYTHING, METRICS, SUMMARY, each_line, read_lines, read_object
+from hacrl.training.files import Kind, Line, each_line, read_lines, read_object
+from hacrl.training.records import LINE_ADVICE, METRICS, SUMMARY
 
 STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 UNBEGUN = {".lock", ".config.yaml.partial", ".warmup.yaml.partial"}
-"""What may lie in the folder of a start that was killed before it wrote its config."""
+"""Files in the folder of a run that was killed before it wrote its config."""
 
 
 class RunDir:
+    """The folder of a run, with its files. records.py describes what they hold."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.summary_file = self.path / "summary.json"
+        self.progress_file = self.path / "progress.json"
+        self.trackers_file = self.path / "trackers.json"
         self.made_folder = False
-        """By `create`: it was not there before."""
+        """Whether `create` made the folder."""
 
     @staticmethod
     def check_free(path: str | Path) -> None:
-        """UserError unless a new run may be written there: what exists is never touched."""
+        """UserError unless a new run can be written there: what exists is never touched."""
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise UserError(f"output_dir: {path} is a file. Choose another output_dir.")
@@ -44,6 +52,7 @@ class RunDir:
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunDir":
+        """A new folder with the config of a run."""
         cls.check_free(config.output_dir)
         run = cls(config.output_dir)
         run.made_folder = not run.path.exists()
@@ -57,7 +66,7 @@ class RunDir:
         return run
 
     def remove_start(self) -> None:
-        """Delete what a run makes before its first step, and nothing else that lies there."""
+        """Delete the files that a run makes before its first step, and no others."""
         for name in ("config.yaml", "metrics.jsonl", "trackers.json", "progress.json", ".lock"):
             for path in (self.path / name, self.path / f".{name}.partial"):
                 path.unlink(missing_ok=True)
@@ -69,6 +78,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDir":
+        """The folder of a run that exists."""
         run = cls(path)
         if not run.config_file.is_file():
             raise UserError(f"{path} is not a run: it has no config.yaml.")
@@ -76,13 +86,13 @@ class RunDir:
 
     @contextmanager
     def locked(self, otherwise: str = "") -> Iterator[None]:
-        """UserError if another process works in this folder; the lock goes with the process, however it ends."""
+        """Hold the folder's lock, which ends with the process at the latest; UserError if another process has it."""
         otherwise = otherwise or f"{self.path} is being trained by another process"
         with (self.path / ".lock").open("w") as file:
             for _ in range(4):
                 if _lock(file, fcntl.LOCK_EX):
                     break
-                time.sleep(0.05)  # it may be somebody who only looks, with `is_locked`
+                time.sleep(0.05)  # `is_locked` of another process holds it for an instant
             else:
                 raise UserError(f"{otherwise}. Wait for it, or stop it.")
             yield
@@ -95,72 +105,52 @@ class RunDir:
         except FileNotFoundError:
             return False
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def progress_file(self) -> Path:
-        return self.path / "progress.json"
-
-    @property
-    def trackers_file(self) -> Path:
-        return self.path / "trackers.json"
-
     def step_file(self, kind: str, step: int) -> Path:
         return self.path / kind / f"step-{step:06d}.jsonl"
 
     def steps(self, kind: str) -> list[int]:
-        """Steps that have a file of this kind, in order; what else lies beside them is not the run's."""
+        """Steps that have a file of this kind, in order; files with other names do not count."""
         names = (STEP_FILE.fullmatch(path.name) for path in (self.path / kind).glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     def config(self) -> RunConfig:
-        """The resolved config, with the folder it was found in as its output_dir."""
+        """The resolved config, whose output_dir is this folder, wherever it was written."""
         data, _ = read_source(self.config_file)
         return RunConfig.from_dict({**data, "output_dir": str(self.path)}, str(self.config_file))
 
     def write_config(self, config: RunConfig) -> None:
         write_atomically(self.config_file, config.to_yaml())
 
-    def summary(self) -> dict[str, Any] | None:
-        if not self.summary_file.is_file():
-            return None
-        return read_object(self.summary_file, SUMMARY)
+    def summary(self) -> Line | None:
+        """What summary.json says (`Summary` in records.py); None if the run is not finished."""
+        return read_object(self.summary_file, SUMMARY) if self.summary_file.exists() else None
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.metrics_file, METRICS) if self.metrics_file.is_file() else []
+    def metrics(self) -> list[Line]:
+        """The lines of metrics.jsonl; none before the first step."""
+        return read_lines(self.metrics_file, METRICS) if self.metrics_file.exists() else []
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
+    def append_metrics(self, line: Line) -> None:
         with naming(self.metrics_file), self.metrics_file.open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def amend_metrics(self, step: int, more: dict[str, Any]) -> None:
+    def amend_metrics(self, step: int, more: Line) -> None:
         """Add to the line of the last step."""
         lines = self.metrics()
         last = lines.pop() if lines and lines[-1]["step"] == step else {"step": step}
-        write_atomically(self.metrics_file, "".join(to_json(line) + "\n" for line in [*lines, last | more]))
+        write_lines(self.metrics_file, [*lines, last | more])
 
-    def write_step(self, kind: str, step: int, lines: Iterable[dict[str, Any]]) -> None:
+    def write_step(self, kind: str, step: int, lines: Iterable[Line]) -> None:
         path = self.step_file(kind, step)
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, "".join(to_json(line) + "\n" for line in lines))
+        write_lines(path, lines)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, summary: Line) -> None:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`: those steps are about to be done again."""
+        """Delete what was logged after `step`: those steps are about to be done again."""
         self._rewind_metrics(step)
         for kind in ("rollouts", "trace"):
             for logged in self.steps(kind):
@@ -171,7 +161,7 @@ class RunDir:
     def _rewind_metrics(self, step: int) -> None:
         kept: list[str] = []
         last = -1
-        if self.metrics_file.is_file() and step >= 0:
+        if self.metrics_file.exists() and step >= 0:
             for text, line in each_line(self.metrics_file, METRICS):
                 if line["step"] <= step:
                     kept.append(text + "\n")
@@ -180,13 +170,13 @@ class RunDir:
                     break
         if last < step:
             warn(f"{self.metrics_file} has no line of step {step}: the curves of this run have a gap there.")
-        if self.metrics_file.is_file():
+        if self.metrics_file.exists():
             write_atomically(self.metrics_file, "".join(kept))
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to the error of a write that fails: Python names only files that cannot be opened."""
+    """Add the file's name to the error of a failed write: Python names only files that cannot be opened."""
     try:
         yield
     except OSError as error:
@@ -195,6 +185,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path, setting: str = "output_dir") -> None:
+    """Make a folder and those above it; the error names the setting to change."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -202,7 +193,7 @@ def make_folder(path: Path, setting: str = "output_dir") -> None:
 
 
 def _lock(file: TextIO, kind: int) -> bool:
-    """Take the lock on an open file, without waiting."""
+    """Take the lock of an open file if it is free; whether that worked."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -211,7 +202,7 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 
 def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()) -> list[str]:
-    """What is set otherwise, the folder and what is allowed aside, for the whole, for an agent or for the task."""
+    """Names of settings that differ between two configs, except the folder and those that are allowed to."""
     aside = {"output_dir", *allowed}
 
     def settings(config: BaseModel) -> dict[str, Any]:
@@ -227,7 +218,7 @@ def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()
 
 
 def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allowed: set[str]) -> None:
-    """UserError if continuing with the new config would make it something else."""
+    """UserError if settings differ that must stay when a run or a warm-up is continued."""
     changed = changed_settings(new, old, allowed)
     if changed:
         raise UserError(
@@ -237,7 +228,7 @@ def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allow
 
 
 def to_json(line: dict[str, Any]) -> str:
-    """One line of JSON; a number that is not finite, which JSON has no word for, is null."""
+    """One line of JSON; null stands for a number that is not finite, which JSON cannot express."""
     try:
         return json.dumps(line, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -250,17 +241,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return read_lines(path, ANYTHING)
+def read_jsonl(path: Path) -> list[Line]:
+    """The JSON objects of any file that has one a line."""
+    return read_lines(path, Kind("a JSON object", {}, LINE_ADVICE))
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_lines(path: Path, lines: Iterable[Line]) -> None:
+    write_atomically(path, "".join(to_json(line) + "\n" for line in lines))
+
+
+def write_atomically(path: Path, text: str, flush: bool = True) -> None:
+    """Replace a file as a whole; without `flush` it may be gone after a crash of the machine."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         with naming(path), aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
     except OSError:
         aside.unlink(missing_ok=True)
         raise

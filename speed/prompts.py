@@ -1,7 +1,7 @@
 """The prompts and rewards of the speed comparisons, the same for every side.
 
-    python benchmarks/prompts.py arithmetic 256 arithmetic.json     # for the zoo's models
-    python benchmarks/prompts.py words 40 words.json                # word problems, for chat models
+    python speed/prompts.py arithmetic 256 arithmetic.json     # for the zoo's models
+    python speed/prompts.py words 40 words.json                # word problems, for chat models
 
 A file is a JSON list of strings. A model with a chat template gets each string as a user's message, every other
 model gets it as it is. Only the standard library is imported here, because the peers import this file too.

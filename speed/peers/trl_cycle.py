@@ -1,8 +1,8 @@
 """How long TRL takes for a cycle: sample completions, score them, make the optimizer updates. TRL is set to GSPO.
 
     make .venv-trl/.installed
-    python benchmarks/prompts.py arithmetic 256 arithmetic.json
-    .venv-trl/bin/python benchmarks/peers/trl_cycle.py src/hacrl/agents/zoo/models/llama-plus \\
+    python speed/prompts.py arithmetic 256 arithmetic.json
+    .venv-trl/bin/python speed/peers/trl_cycle.py src/hacrl/agents/zoo/models/llama-plus \\
         --prompts-file arithmetic.json --prompts 32 --generations 8 --tokens 64 --updates 2
 
 The last line of the output is a JSON object with the seconds of every measured cycle. A cycle lasts from the start of

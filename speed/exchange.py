@@ -1,8 +1,8 @@
 """What an exchange among n agents costs, and what breaks first: a simulation with costs measured on this machine.
 
-    python benchmarks/exchange.py                                  # bytes, and a step at n = 2, 4, 16, 64
-    python benchmarks/exchange.py --tokenizer MODEL_DIR            # retokenizing with that model's tokenizer
-    python benchmarks/exchange.py --check 2 4 8                    # the zoo on this CPU: simulated and real steps
+    python speed/exchange.py                                  # bytes, and a step at n = 2, 4, 16, 64
+    python speed/exchange.py --tokenizer MODEL_DIR            # retokenizing with that model's tokenizer
+    python speed/exchange.py --check 2 4 8                    # the zoo on this CPU: simulated and real steps
 
 Measured: the bytes of rollouts, lessons and results; Ray's object store; retokenizing; the `math` verifier; and the
 trainer, the real one, with an executor that hands out ready-made rollouts in place of models. Sampling and learning are

@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: agents with forced lengths, subprocesses for the peers, one table."""
+"""What the comparisons of this folder share: agents with forced lengths, subprocesses for the peers, one table."""
 
 import json
 import statistics

@@ -1,6 +1,6 @@
 """One table of what `make bench` measured, beside what we want to reach.
 
-python benchmarks/summary.py FOLDER_OF_JSON
+python speed/summary.py FOLDER_OF_JSON
 """
 
 import json

@@ -1,6 +1,6 @@
 """How the time of a step grows with completions, with their length, and with the number of agents.
 
-    python benchmarks/growth.py [--device cuda]
+    python speed/growth.py [--device cuda]
 
 Each is varied alone, all completions have the same length, and an exponent is fitted: 1 is proportional. Of n agents
 that share, each learns from the rollouts of all: their number, and the least possible work, grows with n^2.

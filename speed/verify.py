@@ -1,7 +1,7 @@
 """Verifying a step's completions: a call for each, and a call for a batch, in turns within one process.
 
-    python benchmarks/verify.py                     # 512 completions, two child processes
-    python benchmarks/verify.py --workers 4
+    python speed/verify.py                     # 512 completions, two child processes
+    python speed/verify.py --workers 4
 
 A batch has the time of a single completion, and if it does not return, each of them gets a call of its own.
 """

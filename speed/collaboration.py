@@ -1,7 +1,7 @@
 """A HACPO step of two agents against a GSPO step of the same two, with the same completions.
 
-    python benchmarks/collaboration.py demo
-    python benchmarks/collaboration.py YAML [KEY=VALUE]...
+    python speed/collaboration.py demo
+    python speed/collaboration.py YAML [KEY=VALUE]...
 
 Every HACPO learner sees twice the rollouts. The learning rate is 0, so that both sample the same completions in every
 step; all else is as in `hacrl train`, verification included.

@@ -1,4 +1,4 @@
-"""What every benchmark process has in common: its malloc, its threads, its prompts, its peak memory.
+"""What every measuring process has in common: its malloc, its threads, its prompts, its peak memory.
 
 Only the standard library is imported here, so that malloc and threads are set before torch is loaded.
 """

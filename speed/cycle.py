@@ -1,7 +1,7 @@
 """One GSPO cycle on a CPU, ours and TRL's: sample, score, and two updates, all completions of the same length.
 
-    python benchmarks/cycle.py zoo:llama-plus
-    python benchmarks/cycle.py MODEL_DIR --prompts 4 --tokens 48
+    python speed/cycle.py zoo:llama-plus
+    python speed/cycle.py MODEL_DIR --prompts 4 --tokens 48
 
 Both sides get the same model folder, prompts, rewards, threads and malloc settings, each in a process of its own, in
 turns. TRL needs `make .venv-trl/.installed`.
@@ -58,7 +58,7 @@ def main() -> None:
     names = ("prompts", "generations", "tokens", "updates", "cycles", "threads", "malloc")
     common = [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
     ours = [sys.executable, __file__, options.model, *common, "--side", "ours"]
-    trl = [".venv-trl/bin/python", "benchmarks/peers/trl_cycle.py", folder, "--prompts-file", file, *common]
+    trl = [".venv-trl/bin/python", "speed/peers/trl_cycle.py", folder, "--prompts-file", file, *common]
     results: dict[str, list[dict]] = {"ours": [], "TRL": []}
     for _ in range(options.rounds):
         results["ours"].append(run_side(ours))

@@ -1,7 +1,7 @@
 """Forward and backward pass over completions: ours against the plain implementation (padding, all logits in memory).
 
-python benchmarks/training.py smollm2                    # on a GPU: random weights, the real shape, bfloat16
-python benchmarks/training.py MODEL_DIR --rows 8         # on a CPU, float32
+python speed/training.py smollm2                    # on a GPU: random weights, the real shape, bfloat16
+python speed/training.py MODEL_DIR --rows 8         # on a CPU, float32
 """
 
 import argparse

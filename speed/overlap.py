@@ -1,7 +1,7 @@
 """What `overlap: 1` brings: seconds of a training step with and without it, in one process and by Ray.
 
-    python benchmarks/overlap.py demo algorithm.name=hacpo
-    python benchmarks/overlap.py size --verify 0 0.5
+    python speed/overlap.py demo algorithm.name=hacpo
+    python speed/overlap.py size --verify 0 0.5
 
 Agents share no cores: with Ray each has a process with one thread, in one process a thread. The verifier gives every
 second completion a reward of 1, after so many seconds a call (`--verify`; a call for each agent and step). The learning

@@ -1,7 +1,7 @@
 """Sampling with forced lengths, everything included: ours against `generate`, and against vLLM on a CPU.
 
-    python benchmarks/sampling.py smollm2 --prompts 32                       # on a GPU: random weights, the real shape
-    python benchmarks/sampling.py MODEL_DIR --prompts 4 --tokens 48 --vllm   # on a CPU
+    python speed/sampling.py smollm2 --prompts 32                       # on a GPU: random weights, the real shape
+    python speed/sampling.py MODEL_DIR --prompts 4 --tokens 48 --vllm   # on a CPU
 
 vLLM needs `make .venv-vllm/.installed`. On a GPU the peer is `generate`, and its compiled static cache on request.
 """
@@ -121,7 +121,7 @@ def main() -> None:
             )
     rates = {name: count / sorted(values)[len(values) // 2] for name, values in seconds.items()}
     if options.vllm:
-        command = [".venv-vllm/bin/python", "benchmarks/peers/vllm_sampling.py", options.model]
+        command = [".venv-vllm/bin/python", "speed/peers/vllm_sampling.py", options.model]
         command += ["--prompts-file", prompts_file("words", options.prompts), "--prompts", str(options.prompts)]
         command += ["--generations", str(options.generations), "--tokens", str(options.tokens)]
         answer = run_side([*command, "--threads", str(options.threads), "--malloc", options.malloc])

@@ -1,8 +1,8 @@
 """How fast vLLM's CPU build samples.
 
     make .venv-vllm/.installed
-    python benchmarks/prompts.py words 40 words.json
-    .venv-vllm/bin/python benchmarks/peers/vllm_sampling.py MODEL_DIR --prompts-file words.json --prompts 4 --tokens 48
+    python speed/prompts.py words 40 words.json
+    .venv-vllm/bin/python speed/peers/vllm_sampling.py MODEL_DIR --prompts-file words.json --prompts 4 --tokens 48
 
 The last line of the output is a JSON object with the tokens/s of every repeat. Every completion has exactly `--tokens`
 tokens and comes with the log-probability of each sampled token, as training needs it. The engine runs inside this

@@ -1,0 +1,32 @@
+"""`hacrl train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from hacrl.cli.common import Overrides, console, continued_by
+from hacrl.cli.tables import print_plan, print_summary
+from hacrl.config import RunConfig
+
+
+def train(
+    source: Annotated[str, Argument(metavar="PRESET_OR_YAML", help="A preset, a YAML file, or a run to resume.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the run in this folder.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would be done, and stop.")] = False,
+) -> None:
+    """Train the agents of a preset or a YAML file."""
+    from hacrl.run import resumed_config
+    from hacrl.run import train as train_run
+
+    config = resumed_config(source, overrides or []) if resume else RunConfig.load(source, overrides or [])
+    if dry_run:
+        print_plan(console, config)
+        return
+    folder = Path(config.output_dir)
+    with continued_by(f"continue with `hacrl train {folder} --resume`.", needed=folder / "config.yaml"):
+        result = train_run(config, resume=resume, console=console)
+    if result.already_finished:
+        console.print(f"{result.run_dir} is already finished: {result.summary['steps']} steps. Nothing to do.")
+    print_summary(console, result.run_dir, result.summary)
