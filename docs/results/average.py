@@ -11,16 +11,16 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from hacrl.agents.agent import Agent
-from hacrl.algorithms import GSPO
+from hacrl.agents.model import AgentModel
+from hacrl.sources.policy import PolicySource
 from hacrl.tasks import Task, build_task
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run_dir import RunDir
 
 
-def accuracy(agent: Agent, task: Task) -> float:
+def accuracy(source: PolicySource, task: Task) -> float:
     problems = task.eval_problems
-    verdicts = task.score(problems, agent.answer(problems))
+    verdicts = task.score(problems, source.answer(problems))
     return sum(verdict.reward or 0.0 for verdict in verdicts) / len(verdicts)
 
 
@@ -32,15 +32,17 @@ def averaged(run: Path) -> tuple[float, float, float]:
     )
     weights = [load_file(first), load_file(second)]
     mean = {name: (weights[0][name] + weights[1][name]) / 2 for name in weights[0]}
-    agent = Agent(config.agents[0], 0, GSPO(), config.seed)
+    opened = AgentModel(config.agents[0], 0, config.seed)
+    opened.freeze()
+    source = opened.source()
     task, _ = build_task(config.task, config.seed)
     found = []
     with task.verifier:
         for state in (*weights, mean):
-            missing, unexpected = agent.model.load_state_dict(state, strict=False)
+            missing, unexpected = opened.model.load_state_dict(state, strict=False)
             assert not unexpected
             assert all(name == "lm_head.weight" for name in missing)  # tied to the embedding
-            found.append(accuracy(agent, task))
+            found.append(accuracy(source, task))
     return found[0], found[1], found[2]
 
 

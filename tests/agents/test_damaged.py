@@ -23,7 +23,7 @@ from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig
 from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import TrainingDiverged, UserError
-from hacrl.evaluation.answers import Sampler
+from hacrl.evaluation.answers import Answerer
 from hacrl.evaluation.heldout import evaluate_target
 from hacrl.rollouts import prompts
 from hacrl.rollouts.prompts import Beginning, encode
@@ -356,7 +356,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(folder: Path)
 def test_benchmarks_count_a_prompt_that_is_far_too_long_as_one_that_does_not_fit(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sampler = Sampler(AgentConfig(id="model", model=str(folder)), seed=0)
+    sampler = Answerer(AgentConfig(id="model", model=str(folder)), as_trained=False)
     ids = [sampler.prompt_ids(Problem("p", "1+2=" * count, "3")) for count in (1, 250_000)]
     assert [isinstance(own, Beginning) for own in ids] == [False, True]
     sampler.check("sums", ids)

@@ -15,32 +15,43 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from conftest import FAST, MakeConfig
-from hacrl.agents.loading import resolve_model
+from hacrl.agents import loading
+from hacrl.agents.loading import load_tokenizer, resolve_model
+from hacrl.config import AgentConfig
 from hacrl.errors import UserError
-from hacrl.evaluation import benchmarks
-from hacrl.evaluation.answers import Judge
-from hacrl.evaluation.benchmarks import EvaluationDir, Options, evaluate_benchmarks, read_lines, weights_of
-from hacrl.evaluation.check import check_verifier
+from hacrl.evaluation import answers, benchmarks
+from hacrl.evaluation.answers import Answerer
+from hacrl.evaluation.benchmarks import EvaluationDir, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.figures import majority
+from hacrl.evaluation.options import Options
 from hacrl.run import train
-from hacrl.tasks.benchmarks import load_benchmarks
+from hacrl.tasks.problem import Problem
 
 PROBLEMS = {"12+34-5=": 41, "70-8-9=": 53, "3+4+5=": 12, "99-98+1=": 2, "20+20+20=": 60, "5-5+5=": 5}
 MODEL = "zoo:llama-plus"
 
 
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_gsm8k(folder: Path, solutions: dict[str, int]) -> Path:
+    """Problems as GSM8K would have them; the folder of the file."""
+    rows = [{"question": prompt, "answer": f"so\n#### {answer}"} for prompt, answer in solutions.items()]
+    write(folder / "data" / "gsm8k.jsonl", rows)
+    return folder / "data"
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Six problems that the zoo understands, as GSM8K and as AIME would have them."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    gsm8k = [{"question": prompt, "answer": f"so\n#### {answer}"} for prompt, answer in PROBLEMS.items()]
     aime = [{"problem": prompt, "answer": answer} for prompt, answer in list(PROBLEMS.items())[:3]]
-    for name, rows in {"gsm8k": gsm8k, "aime25": aime}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder
+    write(tmp_path / "data" / "aime25.jsonl", aime)
+    return write_gsm8k(tmp_path, PROBLEMS)
 
 
 def evaluate(data: Path, output: Path, target: str = MODEL, **changes: Any) -> dict[str, Any]:
@@ -113,11 +124,10 @@ def test_beside_several_completions_there_is_the_greedy_answer(data: Path, tmp_p
 
 
 def test_the_usual_number_of_completions_is_that_of_the_paper(data: Path, tmp_path: Path) -> None:
-    benchmarks = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], limit=1)["agents"]["model"][
-        "benchmarks"
-    ]
-    assert {name: row["completions"] for name, row in benchmarks.items()} == {"gsm8k": 1, "aime25": 31}
-    assert {name: row["settings"]["temperature"] for name, row in benchmarks.items()} == {"gsm8k": 0, "aime25": 1}
+    results = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], limit=1)
+    rows = results["agents"]["model"]["benchmarks"]
+    assert {name: row["completions"] for name, row in rows.items()} == {"gsm8k": 1, "aime25": 31}
+    assert {name: row["settings"]["temperature"] for name, row in rows.items()} == {"gsm8k": 0, "aime25": 1}
 
 
 def test_other_seeds_give_other_completions(data: Path, tmp_path: Path) -> None:
@@ -129,9 +139,8 @@ def test_other_seeds_give_other_completions(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_agents_of_a_run(data: Path, make_config: MakeConfig) -> None:
-    run = train(
-        make_config("llama-plus", "neox-pair", max_steps=1, task={"name": "arithmetic", "eval_size": 2})
-    ).run_dir
+    config = make_config("llama-plus", "neox-pair", max_steps=1, task={"name": "arithmetic", "eval_size": 2})
+    run = train(config).run_dir
     results, folder = evaluate_benchmarks(str(run), Options(["gsm8k"], data=data), Console(quiet=True))
     assert folder == run / "eval" / "checkpoint-1"
     assert {path.name for path in folder.iterdir()} == {".lock", "eval.json", "agent0", "agent1"}
@@ -145,13 +154,6 @@ def test_the_agents_of_a_run(data: Path, make_config: MakeConfig) -> None:
 
 
 def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem(data: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    from hacrl.agents.loading import load_tokenizer, resolve_model
-    from hacrl.config import AgentConfig
-    from hacrl.evaluation.answers import Sampler
-    from hacrl.tasks.problem import Problem
-
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "model")
@@ -159,13 +161,13 @@ def test_a_model_without_a_chat_template_gets_the_instruction_behind_the_problem
     (tmp_path / "model" / "config.json").write_text((Path(resolve_model(MODEL)) / "config.json").read_text())
     config = AgentConfig(id="model", model=str(tmp_path / "model"), system_prompt="7=")
     assert load_tokenizer(config).chat_template is None
-    ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
+    ids = Answerer(config, as_trained=False).prompt_ids(Problem("p", "1+2=", "3"))
     assert ids == tokenizer.encode("1+2=\n7=\n")
     # A template that knows no system role, as Gemma's.
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     tokenizer.chat_template = refuses + "{% for message in messages %}{{ message.content }}{% endfor %}="
     tokenizer.save_pretrained(tmp_path / "model")
-    ids = Sampler(config, 0).prompt_ids(Problem("p", "1+2=", "3"))
+    ids = Answerer(config, as_trained=False).prompt_ids(Problem("p", "1+2=", "3"))
     assert ids == tokenizer.encode("1+2=\n7==")
 
 
@@ -212,12 +214,10 @@ def test_half_a_batch_is_done_again_and_a_finished_benchmark_is_not(
     evaluate(data, tmp_path / "out", k=4, batch_size=8)
     assert path.read_bytes() == reference
 
-    import hacrl.evaluation.answers as module
-
     def refuse(*arguments: object) -> None:
         raise AssertionError("a finished evaluation loads no model and judges nothing")
 
-    for name in ("load_model", "load_tokenizer", "Verifier", "MathPool"):
+    for module, name in ((loading, "_load"), (loading, "load_tokenizer"), (answers, "Verifier"), (answers, "MathPool")):
         monkeypatch.setattr(module, name, refuse)
     evaluate(data, tmp_path / "out", k=4, batch_size=3)
     assert path.read_bytes() == reference
@@ -281,24 +281,19 @@ def test_impossible_options(data: Path, tmp_path: Path) -> None:
 
 
 def test_prompts_longer_than_the_model_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    row = {"question": "1+" * 200 + "1=", "answer": "#### 201"}
-    (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    data = write_gsm8k(tmp_path, {"1+" * 200 + "1=": 201})
     with pytest.raises(UserError, match="shortest prompt has 403 tokens, and zoo:llama-plus has 256 positions"):
-        evaluate(tmp_path / "data", tmp_path / "out")
+        evaluate(data, tmp_path / "out")
     # Nothing was sampled, so the folder is free for something else.
-    (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "#### 2"}))
-    evaluate(tmp_path / "data", tmp_path / "out")
+    evaluate(write_gsm8k(tmp_path, {"1+1=": 2}), tmp_path / "out")
 
 
 def test_a_problem_that_does_not_fit_is_wrong_and_shortens_no_other_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "data").mkdir()
-    sums = {"3+4+5=": "12", "1+" * 200 + "1=": "201", "1+" * 120 + "1=": "121"}
-    rows = [{"question": question, "answer": f"#### {answer}"} for question, answer in sums.items()]
-    (tmp_path / "data" / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    row = evaluate(tmp_path / "data", tmp_path / "out", batch_size=1)["agents"]["model"]["benchmarks"]["gsm8k"]
+    sums = {"3+4+5=": 12, "1+" * 200 + "1=": 201, "1+" * 120 + "1=": 121}
+    results = evaluate(write_gsm8k(tmp_path, sums), tmp_path / "out", batch_size=1)
+    row = results["agents"]["model"]["benchmarks"]["gsm8k"]
     assert "1 prompts do not fit into zoo:llama-plus (256 positions): counted as wrong" in caplog.text
     assert "1 prompts leave less than 40 tokens" in caplog.text
     lines = {line["prompt"]: line for line in read_lines(tmp_path / "out" / "gsm8k.jsonl")}
@@ -307,9 +302,7 @@ def test_a_problem_that_does_not_fit_is_wrong_and_shortens_no_other_answer(
     assert (row["no_room"], row["cut_off"]) == (1, sum(line["finish_reason"] == "length" for line in lines.values()))
     assert long["num_tokens"] <= 256 - 243
     assert (short["finish_reason"], row["completions"], row["figures"]["avg@1"]["problems"]) == ("stop", 3, 3)
-    alone = {"question": "3+4+5=", "answer": "#### 12"}
-    (tmp_path / "data" / "gsm8k.jsonl").write_text(json.dumps(alone) + "\n", encoding="utf-8")
-    evaluate(tmp_path / "data", tmp_path / "alone")
+    evaluate(write_gsm8k(tmp_path, {"3+4+5=": 12}), tmp_path / "alone")
     assert read_lines(tmp_path / "alone" / "gsm8k.jsonl")[0]["text"] == short["text"]
 
 
@@ -373,49 +366,3 @@ def test_a_first_look_is_not_in_the_way(data: Path, tmp_path: Path, monkeypatch:
     assert evaluate_benchmarks(MODEL, options, console)[1] == Path("runs/eval-llama-plus-limit-2")
     whole = dataclasses.replace(options, limit=None)
     assert evaluate_benchmarks(MODEL, whole, console)[1] == Path("runs/eval-llama-plus")
-
-
-# --- judging ---------------------------------------------------------------------------------------
-
-
-def test_hostile_completions_are_counted_not_wrong(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
-    import hacrl.evaluation.answers as module
-
-    monkeypatch.setattr(module, "VERIFY_SECONDS", 3.0)
-    (gsm8k,) = load_benchmarks(["gsm8k"], data, limit=1)
-    texts = [
-        "9**9**9**9",
-        r"\boxed{41}",
-        r"\boxed{40}",
-        r"It is $\boxed{\frac{80}{2}}$",
-        "\x00\u2028\ud800 no answer",
-        "\\boxed{" * 50_000,
-        "[bold]41[/bold]\n#### 41",
-    ]
-    with Judge() as judge:
-        verdicts = judge.verdicts(gsm8k.problems * len(texts), texts)
-        lines = [{"text": text, **verdict} for text, verdict in zip(texts, verdicts, strict=True)]
-        (votes,) = judge.votes([lines])
-    assert [line["reward"] for line in lines][:5] == [None, 1.0, 0.0, 0.0, 0.0]
-    assert lines[0]["problem"] == "timeout"
-    assert lines[5]["reward"] in (0.0, None)
-    assert votes == [None, 0, 1, 1, None, None, 0]
-
-
-def test_the_check_of_the_verifier(tmp_path: Path) -> None:
-    rows = [
-        {"problem": "a", "answer": "1/2", "solution": r"It is $\boxed{\frac12}$."},
-        {"problem": "b", "answer": "0.5", "solution": r"It is $\boxed{\frac13}$."},
-        {"problem": "c", "answer": "t(0,4]"},
-        {"problem": "d", "answer": None},
-    ]
-    (tmp_path / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (check,) = check_verifier(load_benchmarks(["math500"], tmp_path))
-    assert (check.references, check.solutions, len(check.without_reference)) == (3, 2, 1)
-    assert check.not_right == []
-    assert check.spelling_only == ["math500-00002: t(0,4]"]
-    assert check.solutions_not_right == ["math500-00001: 0.5"]
-    assert [line[:13] for line in check.shuffled_unverified] == ["math500-00002"]
-    # Whether the equal ones meet depends on the shuffle, which is always the same.
-    assert all("1/2 and 0.5" in line or "0.5 and 1/2" in line for line in check.shuffled_right)
-    assert check.shuffled_right

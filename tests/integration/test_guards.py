@@ -22,10 +22,11 @@ from hacrl.cli.demo import NO_EVIDENCE, print_result, run_demo, same_experiment
 from hacrl.cli.tables import print_plan
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
-from hacrl.evaluation.heldout import evaluate_target, interval
+from hacrl.evaluation.heldout import evaluate_target
 from hacrl.learners.minibatch import Lesson
 from hacrl.live.browse import show_rollouts
 from hacrl.run import resumed_config, train
+from hacrl.statistics import reward_interval
 from hacrl.tasks.arithmetic import ArithmeticTask
 from hacrl.training.checkpoint import checkpoint_dir, complete_checkpoints, step_of
 from hacrl.training.run_dir import RunDir, read_jsonl
@@ -349,11 +350,11 @@ def test_the_reference_of_the_kl_term_is_the_starting_model_after_a_resume_too(
     ],
 )
 def test_the_interval_of_a_mean_reward(rewards: list[float], low: float, high: float) -> None:
-    assert interval(rewards) == pytest.approx((low, high), abs=1e-5)
+    assert reward_interval(rewards) == pytest.approx((low, high), abs=1e-5)
 
 
 def test_no_reward_has_no_interval() -> None:
-    assert all(math.isnan(bound) for bound in interval([]))
+    assert all(math.isnan(bound) for bound in reward_interval([]))
 
 
 def test_evaluation_with_rewards_outside_0_and_1(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -5,18 +5,25 @@ import math
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from hacrl.evaluation.figures import by_problem
 from hacrl.statistics import (
     bootstrap_interval,
     effect_size,
     holm,
+    mean_interval,
+    mean_over_sets,
+    resampled_means,
     sign_flip_p,
     t_interval,
 )
+
+NAN = math.nan
 
 DARWIN = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
 """Heights of crossed minus self-fertilised plants, in eighths of an inch: Fisher, The Design of Experiments, 1935."""
@@ -89,7 +96,7 @@ def test_holm_keeps_the_order_and_only_raises(p_values: list[float]) -> None:
     assert all(a <= b for a, b in zip(adjusted, bonferroni, strict=True))
 
 
-# --- intervals -------------------------------------------------------------------------------------
+# --- intervals over seeds ---------------------------------------------------------------------------
 
 
 def test_the_t_interval_of_darwins_plants() -> None:
@@ -172,3 +179,94 @@ def test_effect_size_with_hedges_correction() -> None:
     assert effect_size([-d for d in ten]) == pytest.approx(-0.9139 / math.sqrt(10 / 9), abs=1e-4)
     assert effect_size([1.0, 2.0]) is None
     assert effect_size([0.1, 0.1, 0.1]) is None
+
+
+# --- intervals over problems ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [[0] * 25 + [1] * 15, [0.0, 0.1, 0.1, 0.2, 0.9, 1.0] * 5, [0] * 27 + [1] * 3])
+def test_the_interval_is_the_bca_bootstrap(values: list[float]) -> None:
+    expected = stats.bootstrap((np.array(values),), np.mean, n_resamples=20_000, rng=np.random.default_rng(1))
+    low, high = expected.confidence_interval
+    step = (max(values) - min(values)) / len(values)  # means of right and wrong come in such steps
+    assert mean_interval(values) == pytest.approx((low, high), abs=step + 1e-9)
+
+
+def test_resampling_has_the_moments_of_drawing_with_replacement() -> None:
+    values = np.array([0, 0, 0.25, 0.5, 1, 1, 1])
+    draws = resampled_means(values)
+    assert draws.mean() == pytest.approx(values.mean(), abs=0.01)
+    assert draws.std() == pytest.approx(values.std() / math.sqrt(7), rel=0.03)
+
+
+def problems_interval(correct_PK: npt.ArrayLike) -> tuple[float, float]:
+    """Of the accuracy of one model on P problems with K answers each."""
+    correct = np.asarray(correct_PK, dtype=float)
+    average_P = by_problem(correct)[f"avg@{correct.shape[1]}"]
+    return mean_interval(average_P[~np.isnan(average_P)])
+
+
+def test_the_interval_over_problems_covers() -> None:
+    """Answers to one problem agree more than answers to different ones; problems are what is drawn."""
+    random = np.random.default_rng(3)
+    hits = hits_of_answers = 0
+    for _ in range(200):
+        difficulty_P = random.beta(0.5, 0.5, size=80)
+        correct_PK = random.random((80, 8)) < difficulty_P[:, None]
+        low, high = problems_interval(correct_PK)
+        hits += low <= 0.5 <= high
+        half = 1.96 * correct_PK.std() / math.sqrt(correct_PK.size)
+        hits_of_answers += abs(correct_PK.mean() - 0.5) <= half
+    assert 0.9 <= hits / 200 <= 0.99
+    assert hits_of_answers / 200 < 0.75
+
+
+def test_all_right_is_not_certainty() -> None:
+    """The exact binomial bound of 10 of 10, as tables have it."""
+    assert problems_interval(np.ones((10, 4))) == pytest.approx((0.6915, 1.0), abs=1e-4)
+    assert problems_interval(np.zeros((10, 1))) == pytest.approx((0.0, 0.3085), abs=1e-4)
+    # All problems half right: as wide as Chernoff's bound, exp(-20 KL(0.5, x)) = 0.025.
+    low, high = mean_interval([0.5] * 20)
+    assert low == pytest.approx(1 - high)
+    assert 20 * (0.5 * math.log(0.5 / low) + 0.5 * math.log(0.5 / (1 - low))) == pytest.approx(-math.log(0.025))
+    assert all(math.isnan(bound) for bound in mean_interval([]))
+
+
+def test_problems_without_a_judgement_are_left_out() -> None:
+    with_gaps = [[1, NAN], [0, 0], [NAN, NAN], [1, 0], [0, NAN], [1, 1]]
+    assert problems_interval(with_gaps) == problems_interval([[1, 1], [0, 0], [1, 0], [0, 0], [1, 1]])
+
+
+def test_the_mean_over_sets_weighs_sets_alike() -> None:
+    random = np.random.default_rng(0)
+    small, large = (random.random(40) < 0.3).astype(float), (random.random(1000) < 0.8).astype(float)
+    value, low, high = mean_over_sets([small, large])
+    assert value == pytest.approx((small.mean() + large.mean()) / 2)
+    error = math.sqrt(small.var() / 40 + large.var() / 1000) / 2
+    assert (low, high) == pytest.approx((value - 1.96 * error, value + 1.96 * error), abs=0.01)
+    assert mean_over_sets([small])[1:] == mean_interval(small)
+    assert math.isnan(mean_over_sets([small, np.array([NAN])])[0])
+
+
+def test_sets_that_are_all_wrong_leave_the_mean_uncertain() -> None:
+    value, low, high = mean_over_sets([np.zeros(10), np.zeros(10)])
+    assert (value, low) == (0, 0)
+    # Half the sum of two numbers whose upper bound is 0.3085 each.
+    assert 0.3085 / 2 < high < 0.3085
+    value, low, high = mean_over_sets([np.ones(10), np.zeros(10)])
+    assert low < value == 0.5 < high
+
+
+def test_sets_that_are_all_wrong_do_not_lift_the_mean() -> None:
+    """What a weak model finds: some sets with a few right answers, some without any."""
+    random = np.random.default_rng(5)
+    rates, sizes = (0.3, 0.2, 0.05, 0.05, 0.03, 0.001, 0.001), (400, 200, 100, 200, 40, 30, 30)
+    below = above = 0
+    for _ in range(100):
+        value, low, high = mean_over_sets(
+            [(random.random(n) < p).astype(float) for p, n in zip(rates, sizes, strict=True)]
+        )
+        assert low < value < high
+        below += np.mean(rates) < low
+        above += np.mean(rates) > high
+    assert max(below, above) <= 6

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from hacrl.config.study import StudyConfig
 from hacrl.errors import UserError
-from hacrl.study import results
 from hacrl.study.grid import Study
 from hacrl.study.results import collect, comparison, print_plan, print_results, read_gpu_seconds, write_results
 
@@ -262,7 +261,6 @@ def test_the_tables_say_what_was_found_and_what_it_cost(study: Study) -> None:
     assert "With 3 seeds p cannot be below 0.25" in text
     (line,) = [line for line in text.splitlines() if "hacpo" in line and "the run" in line]
     assert [cell.strip() for cell in line.split("│")][4:-1] == ["200", "2,200", "4,000", "16", "8", "1.50"]
-    assert "scipy" not in text
     assert "tokens forward" not in text
 
 
@@ -278,19 +276,6 @@ def test_tokens_of_forward_passes_have_a_column_where_they_were_counted(study: S
     assert [line[7] for line in lines] == ["500", "0", "500"]
     assert "tokens forward" in costs
     assert "rollouts counts as learning" in " ".join(text.split())
-
-
-def test_without_scipy_there_are_no_intervals_and_a_word_about_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "has_scipy", lambda: False)
-    study = make(tmp_path)
-    finish(study)
-    found = collect(study, {}, {})
-    comparison = row(found["comparisons"], agent="a")
-    assert (comparison["low"], comparison["high"]) == (None, None)
-    assert comparison["p"] == 0.25
-    assert "pip install 'hacrl[report]'" in printed(found)
 
 
 def test_the_plan_tells_rollouts_from_updates(tmp_path: Path) -> None:

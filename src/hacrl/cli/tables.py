@@ -124,7 +124,8 @@ def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Pa
 
 def print_accuracies(console: Console, target: str, options: Options) -> None:
     """Held-out accuracy of a model or of a run's agents; parts of a mixture below each."""
-    from hacrl.evaluation.heldout import config_of, evaluate_target
+    from hacrl.evaluation.heldout import evaluate_target
+    from hacrl.evaluation.subjects import config_of
     from hacrl.report.collect import describe_task
 
     config = options.config or "demo"

@@ -1,104 +1,129 @@
-"""Answers of one model to the problems of benchmarks, and the judgement of answers."""
+"""The path of every evaluation: a model that only answers, its answers, and their verdicts."""
 
 import math
 import os
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import cache, cached_property
 from typing import Any
 
-from hacrl.agents.loading import (
-    check_vocabulary,
-    end_of_turn_ids,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-    positions_of,
-)
+from hacrl.agents import loading
+from hacrl.agents.model import AgentModel
 from hacrl.config import AgentConfig
-from hacrl.decoder.policy import Policy, naming
+from hacrl.decoder.policy import naming
 from hacrl.errors import UserError, warn
-from hacrl.learners.weights import cast_parameters
-from hacrl.rollouts.engine import Engine, SamplingParams
-from hacrl.rollouts.engines import engine_of
+from hacrl.evaluation.figures import Line
+from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.prompts import Beginning, check_ids, has_unknown, render
+from hacrl.rollouts.retokenize import decode
 from hacrl.rollouts.rollout import Completion
+from hacrl.sources.policy import PolicySource
+from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import MathPool, Verifier
+from hacrl.tasks.verify import MathPool, Verdict, Verifier
 
 VERIFY_SECONDS = 10.0
-"""For the judgement of one completion."""
+"""Time that the judgement of one completion may take."""
 
-Line = dict[str, Any]
-"""A completion with its verdict, as it is written down."""
+Score = Callable[[Sequence[Problem], Sequence[str]], list[Verdict]]
+"""A verdict on the text that answers each problem."""
 
 
-class Sampler:
-    """A model that answers. It is loaded when something is to be sampled."""
+def answer_line(problem: Problem, text: str, finish_reason: str, num_tokens: int, verdict: Verdict) -> Line:
+    """All that is known of an answer."""
+    return {
+        "prompt_id": problem.id,
+        "part": problem.part,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "text": text,
+        "finish_reason": finish_reason,
+        "num_tokens": num_tokens,
+        "stated": stated(text),
+        "reward": verdict.reward,
+        "problem": verdict.problem,
+        "detail": verdict.detail,
+    }
 
-    def __init__(self, config: AgentConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-        self._checked: set[str] = set()
+
+class Answerer:
+    """A model that answers and never learns. Tokenizer and weights are loaded when they are first used.
+
+    On held-out problems it answers as in training. On benchmarks (`as_trained` is False) the built-in decoder samples,
+    adapters are merged into the weights, prompts may be as long as the model's positions allow, and a system prompt
+    that the model's chat template does not take stands behind the problem.
+    """
+
+    def __init__(self, config: AgentConfig, as_trained: bool = True) -> None:
+        self.config, self.as_trained = config, as_trained
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.config)
-
-    @cached_property
-    def engine(self) -> Engine:
-        model = load_model(self.config).requires_grad_(False)
-        check_vocabulary(model, self.tokenizer, self.config.id)
-        policy = Policy(model, self.config, end_of_turn_ids(model, self.tokenizer, self.config.id))
-        cast_parameters(model, policy.dtype)
-        return engine_of(policy, self.tokenizer)
-
-    def complete(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Completion]:
-        """One completion of each prompt."""
-        with naming(self.config, updates=0):
-            return [completion for (completion,) in self.engine.sample(prompts, params, seed)]
-
-    def prompt_ids(self, problem: Problem) -> list[int]:
-        """Through the chat template; where it takes no instruction, that stands behind the problem.
-
-        Of a prompt that is far too long for the model, a `Beginning`, which is too long too.
-        """
-        config, prompt = self.config, problem.prompt
-        if isinstance(prompt, str) and not self.takes_instruction:
-            end = "" if self.tokenizer.chat_template else "\n"
-            prompt = f"{prompt}\n{config.system_prompt}{end}"
-            config = config.model_copy(update={"system_prompt": None})
-        ids = render(self.tokenizer, config, prompt, self.positions)
-        rows: int | None = getattr(self.model_config.get_text_config(), "vocab_size", None)
-        if rows is not None:  # configs of published code may call it otherwise
-            check_ids(ids, rows, self.tokenizer, config)
-        return ids
-
-    @cached_property
-    def takes_instruction(self) -> bool:
-        """Base models have no template, and some templates know no system role."""
-        if not self.config.system_prompt:
-            return True
-        if not self.tokenizer.chat_template:
-            return False
-        try:
-            render(self.tokenizer, self.config, "1 + 1 = ?")
-        except UserError:
-            return False
-        return True
+        return loading.load_tokenizer(self.config)
 
     @cached_property
     def model_config(self) -> Any:
-        return load_model_config(self.config)
+        return loading.load_model_config(self.config)
 
     @cached_property
     def positions(self) -> float:
-        return positions_of(self.model_config) or math.inf
+        return loading.positions_of(self.model_config) or math.inf
+
+    @cached_property
+    def source(self) -> PolicySource:
+        """The opened model, without gradients and without a learner."""
+        changes = {} if self.as_trained else {"lora": None, "engine": "native"}
+        opened = AgentModel(self.config.model_copy(update=changes), index=0, seed=0)
+        opened.freeze()
+        return opened.source()
+
+    def answers(
+        self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], score: Score, temperature: float, seed: int
+    ) -> list[Line]:
+        """Sample one completion of each problem's prompt, and have them judged. Temperature 0 is greedy decoding."""
+        completions = self.complete(prompts, temperature, seed)
+        texts = [decode(self.source.reader.tokenizer, completion.content_ids) for completion in completions]
+        rows = zip(problems, texts, completions, score(problems, texts), strict=True)
+        return [answer_line(problem, text, own.finish_reason, len(own.token_ids), v) for problem, text, own, v in rows]
+
+    def complete(self, prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[Completion]:
+        """One completion of each prompt."""
+        config, room = self.config, self.config.max_completion_length
+        if not self.as_trained:
+            room = int(min(room, self.positions - max(map(len, prompts))))
+        params = SamplingParams(1, room, temperature, config.top_p, config.top_k, tuple(config.stop))
+        with naming(config, updates=0):
+            return [completion for (completion,) in self.source.engine.sample(prompts, params, seed)]
+
+    def prompt_ids(self, problem: Problem) -> list[int]:
+        """Token ids of a problem's prompt. If it is too long, UserError as in training; on benchmarks all of them, or a
+        `Beginning` if they are far too many for the model."""
+        if self.as_trained:
+            return self.source.reader.prompt_ids(problem)
+        ids = render(self.tokenizer, self.asked_with, problem.prompt, self.positions)
+        rows: int | None = getattr(self.model_config.get_text_config(), "vocab_size", None)
+        if rows is not None:  # configs of published code may call it otherwise
+            check_ids(ids, rows, self.tokenizer, self.config)
+        return ids
+
+    @cached_property
+    def asked_with(self) -> AgentConfig:
+        """The settings for prompts of benchmarks: base models have no chat template, and some templates know no system
+        role."""
+        config = self.config
+        if not config.system_prompt:
+            return config
+        end = "" if self.tokenizer.chat_template else "\n"
+        try:
+            render(self.tokenizer, config, "1 + 1 = ?")
+        except UserError:
+            suffix = f"\n{config.system_prompt}{end}{config.prompt_suffix}"
+            return config.model_copy(update={"system_prompt": None, "prompt_suffix": suffix})
+        return config
 
     def check(self, benchmark: str, prompts: Sequence[Sequence[int]]) -> None:
-        """Once for each benchmark: UserError if no problem fits into the model; warnings if some do not, leave too
-        little for an answer, or have characters that it does not know."""
-        if benchmark in self._checked:
-            return
-        self._checked.add(benchmark)
+        """UserError if no problem of a benchmark fits into the model; warnings if some do not, leave too little for an
+        answer, or have characters that it does not know."""
         model, positions = self.config.model, self.positions
         if any(has_unknown(self.tokenizer, prompt) for prompt in prompts):
             warn(f"{benchmark}: prompts have characters that the tokenizer of {model} does not know.")
@@ -120,52 +145,48 @@ class Sampler:
             )
 
 
-class Judge:
-    """Verdicts and votes, by math-verify in processes with limits. They are started when they are needed."""
+class Judge(ExitStack):
+    """Verdicts and votes on mathematical answers, by math-verify in processes that are started when first needed."""
 
-    def __init__(self) -> None:
-        self._workers = min(os.cpu_count() or 1, 8)
-        self._verifier: Verifier | None = None
-        self._pool: MathPool | None = None
+    def __init__(self, workers: int | None = None) -> None:
+        super().__init__()
+        self.workers = workers or min(os.cpu_count() or 1, 8)
 
-    def __enter__(self) -> "Judge":
-        return self
+    @cached_property
+    def _verifier(self) -> Verifier:
+        return self.enter_context(Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=self.workers))
 
-    def __exit__(self, *error: object) -> None:
-        for part in (self._verifier, self._pool):
-            if part is not None:
-                part.close()
+    @cached_property
+    def _comparing(self) -> MathPool:
+        return self.pool("same_answer")
 
-    def verdicts(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Line]:
-        if self._verifier is None:
-            self._verifier = Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=self._workers)
+    def pool(self, function: str) -> MathPool:
+        """Processes that run a function of math_reward.py until this judge is left."""
+        return self.enter_context(closing(MathPool(function, VERIFY_SECONDS, self.workers)))
+
+    def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
+        """A verdict on each text against the answer of its problem."""
         answers = [problem.answer for problem in problems]
-        verdicts = self._verifier.score([problem.prompt for problem in problems], texts, {"answer": answers})
-        return [{"reward": v.reward, "problem": v.problem, "detail": v.detail} for v in verdicts]
+        return self._verifier.score([problem.prompt for problem in problems], texts, {"answer": answers})
 
     def votes(self, groups: Sequence[Sequence[Line]]) -> list[list[int | None]]:
         """Number the completions of each problem by answer: 0 is the right answer, equal wrong ones share a number."""
-        if self._pool is None:
-            self._pool = MathPool("same_answer", VERIFY_SECONDS, self._workers)
-        return list(self._pool.threads.map(self._votes, groups))
+        pool = self._comparing
+        return list(pool.threads.map(lambda group: _votes(group, pool), groups))
 
-    def _votes(self, group: Sequence[Line]) -> list[int | None]:
-        assert self._pool is not None
-        known: dict[str, int | None] = {}
-        different: list[str] = []
-        votes: list[int | None] = []
-        for line in group:
-            text, vote = line["text"], None
-            if line["reward"] == 1:
-                vote = 0
-            elif line["reward"] is not None and text in known:
-                vote = known[text]
-            elif line["reward"] is not None:
-                reply = self._pool.call({"completions": [text], "others": [different]})
-                place = reply.values[0] if reply.outcome == "returned" else None
-                if place == -1:
-                    different.append(text)
-                    place = len(different) - 1
-                vote = known[text] = None if place is None else int(place) + 1
-            votes.append(vote)
-        return votes
+
+def _votes(group: Sequence[Line], pool: MathPool) -> list[int | None]:
+    different: list[str] = []
+
+    @cache
+    def number(text: str) -> int | None:
+        """The number of a wrong answer; None if it cannot be compared."""
+        reply = pool.call({"completions": [text], "others": [different]})
+        place = reply.values[0] if reply.outcome == "returned" else None
+        if place == -1:
+            different.append(text)
+            place = len(different) - 1
+        return None if place is None else int(place) + 1
+
+    numbers: dict[float | None, int | None] = {1.0: 0, None: None}
+    return [numbers[line["reward"]] if line["reward"] in numbers else number(line["text"]) for line in group]

@@ -3,17 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hacrl.evaluation.answers import VERIFY_SECONDS
+from hacrl.evaluation.answers import Judge
 from hacrl.seeding import permutation
 from hacrl.tasks.benchmarks import ProblemSet
-from hacrl.tasks.verify import MathPool, Verifier
-
-WORKERS = 2
+from hacrl.tasks.problem import Problem
+from hacrl.tasks.verify import MathPool
 
 
 @dataclass
 class Check:
-    """What the verifier made of one benchmark; each list is of exceptions, ready to be read."""
+    """What the verifier made of one benchmark; each list holds exceptions, ready to be read."""
 
     name: str
     source: str
@@ -33,55 +32,51 @@ class Check:
 
 
 def check_verifier(sets: Sequence[ProblemSet]) -> Iterator[Check]:
-    pool = MathPool("read_as_math", VERIFY_SECONDS, WORKERS)
-    try:
-        with Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=WORKERS) as verifier:
-            for each in sets:
-                yield _check(each, verifier, pool)
-    finally:
-        pool.close()
+    """Check the verifier on each benchmark, one after the other."""
+    with Judge(workers=2) as judge:
+        reading = judge.pool("read_as_math")
+        for each in sets:
+            yield _check(each, judge, reading)
 
 
-def _check(each: ProblemSet, verifier: Verifier, pool: MathPool) -> Check:
+def _check(each: ProblemSet, judge: Judge, reading: MathPool) -> Check:
     problems = each.problems
-    answers = [problem.answer for problem in problems]
-    boxed = [rf"The answer is $\boxed{{{answer}}}$." for answer in answers]
+    boxed = {problem.id: rf"The answer is $\boxed{{{problem.answer}}}$." for problem in problems}
     solved = [(problem, solution) for problem in problems if (solution := each.solution(problem)) is not None]
     check = Check(each.name, each.source, len(problems), len(solved), each.without_reference)
 
-    def score(texts: Sequence[str], golds: Sequence[str]) -> list[tuple[float | None, str]]:
-        verdicts = verifier.score([""] * len(texts), texts, {"answer": list(golds)})
-        return [(v.reward, f" ({v.detail})" if v.detail else "") for v in verdicts]
+    def verdicts(pairs: Sequence[tuple[Problem, str]]) -> Iterator[tuple[Problem, float | None, str]]:
+        """Each problem with the reward of the text beside it, and the reason if there is none."""
+        judged = judge.score([problem for problem, _ in pairs], [text for _, text in pairs])
+        for (problem, _), verdict in zip(pairs, judged, strict=True):
+            yield problem, verdict.reward, f" ({verdict.detail})" if verdict.detail else ""
 
-    for problem, (reward, detail) in zip(problems, score(boxed, answers), strict=True):
-        if reward != 1:
-            check.not_right.append(f"{problem.id}: {problem.answer}{detail}")
-    calls = [{"completions": [text], "answer": [answer]} for text, answer in zip(boxed, answers, strict=True)]
-    for problem, reply in zip(problems, pool.threads.map(pool.call, calls), strict=True):
+    for pairs, exceptions in (
+        ([(problem, boxed[problem.id]) for problem in problems], check.not_right),
+        (solved, check.solutions_not_right),
+    ):
+        exceptions += [f"{own.id}: {own.answer}{why}" for own, reward, why in verdicts(pairs) if reward != 1]
+    calls = [{"completions": [boxed[problem.id]], "answer": [problem.answer]} for problem in problems]
+    for problem, reply in zip(problems, reading.threads.map(reading.call, calls), strict=True):
         if reply.values != [1.0]:
             check.spelling_only.append(f"{problem.id}: {problem.answer}")
-    judged = score([solution for _, solution in solved], [problem.answer for problem, _ in solved])
-    for (problem, _), (reward, detail) in zip(solved, judged, strict=True):
-        if reward != 1:
-            check.solutions_not_right.append(f"{problem.id}: {problem.answer}{detail}")
-    others = _shuffled(answers)
-    pairs = [(i, j) for i, j in enumerate(others) if j is not None]
-    check.shuffled = len(pairs)
-    judged = score([boxed[j] for _, j in pairs], [answers[i] for i, _ in pairs])
-    for (i, j), (reward, detail) in zip(pairs, judged, strict=True):
-        place = f"{problems[i].id}: {answers[i]} and {answers[j]}{detail}"
-        if reward is None:
-            check.shuffled_unverified.append(place)
-        elif reward != 0:
-            check.shuffled_right.append(place)
+    shuffled = _shuffled(problems)
+    check.shuffled = len(shuffled)
+    found = verdicts([(problem, boxed[other.id]) for problem, other in shuffled])
+    for (_, other), (problem, reward, why) in zip(shuffled, found, strict=True):
+        if reward != 0:
+            exceptions = check.shuffled_unverified if reward is None else check.shuffled_right
+            exceptions.append(f"{problem.id}: {problem.answer} and {other.answer}{why}")
     return check
 
 
-def _shuffled(answers: Sequence[str]) -> list[int | None]:
-    """For each answer another one, spelled differently; None where there is none."""
-    order = permutation(len(answers), 0)
-    found: list[int | None] = []
-    for position, answer in enumerate(answers):
-        turned = order[position:] + order[:position] if len(set(answers)) > 1 else []
-        found.append(next((other for other in turned if answers[other] != answer), None))
-    return found
+def _shuffled(problems: Sequence[Problem]) -> list[tuple[Problem, Problem]]:
+    """Each problem with another one whose answer is spelled differently; nothing where all are spelled alike."""
+    if len({problem.answer for problem in problems}) < 2:
+        return []
+    order = [problems[position] for position in permutation(len(problems), 0)]
+    pairs = []
+    for position, problem in enumerate(problems):
+        turned = order[position:] + order[:position]
+        pairs.append((problem, next(other for other in turned if other.answer != problem.answer)))
+    return pairs

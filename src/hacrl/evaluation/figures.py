@@ -1,4 +1,4 @@
-"""Figures of several completions of each problem: avg@k, pass@k, best@k, maj@k, with intervals. NumPy alone.
+"""Figures of several completions of each problem: avg@k, pass@k, best@k, maj@k, with intervals.
 
 P problems with K completions each. NaN is a completion that could not be judged: it counts as neither right nor wrong.
 """
@@ -6,15 +6,19 @@ P problems with K completions each. NaN is a completion that could not be judged
 import math
 from collections import Counter
 from collections.abc import Sequence
-from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLES = 9999
+from hacrl.statistics import Array, mean_interval
 
-Interval = tuple[float, float]
-Array = npt.NDArray[np.float64]
+NO_ROOM = "no_room"
+"""Finish reason of a completion that was not sampled, because its prompt does not fit into the model."""
+
+Line = dict[str, Any]
+"""A completion with its verdict, as it is written down."""
+Figure = dict[str, float | None]
 
 
 def pass_at(k: int, judged: int, right: int) -> float:
@@ -54,77 +58,34 @@ def by_problem(correct_PK: npt.ArrayLike) -> dict[str, Array]:
     return found
 
 
-def resampled_means(values: Sequence[float] | Array, seed: int = 0) -> Array:
-    """Means of as many values, drawn from them with replacement: by how often each distinct value comes up."""
-    distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=RESAMPLES)
-    means: Array = drawn @ distinct / len(values)
-    return means
+def by_problem_with_votes(groups: Sequence[Sequence[Line]]) -> dict[str, Array]:
+    """`by_problem` of the completions of each problem, with maj@K where there are several."""
+    correct_PK = np.array([[np.nan if line["reward"] is None else line["reward"] for line in own] for own in groups])
+    values, K = by_problem(correct_PK), len(groups[0])
+    if K > 1:
+        majorities = np.array([majority([line["vote"] for line in own]) for own in groups])
+        values[f"maj@{K}"] = np.where(np.isnan(correct_PK).all(1), np.nan, majorities)
+    return values
 
 
-def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Interval:
-    """The interval of the mean of values between 0 and 1, by resampling (BCa); always the same draws.
-
-    Where all agree nothing varies: then Chernoff's bound, which for all 1 or all 0 is the exact binomial one. NaN
-    without values.
-    """
-    data = np.asarray(values, dtype=float)
-    if not len(data):
-        return math.nan, math.nan
-    if (data == data[0]).all():
-        chance = np.array([(1 - level) / 2])
-        low, high = (bound(data[0], len(data), chance, upper)[0] for upper in (False, True))
-        return float(low), float(high)
-    mean, draws, normal = data.mean(), resampled_means(data), NormalDist()
-    # Equal means differ by rounding; they count half.
-    below = (np.mean(draws < mean - 1e-12) + np.mean(draws <= mean + 1e-12)) / 2
-    away = data - mean
-    if not 0 < below < 1:
-        low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-        return float(low), float(high)
-    bias = normal.inv_cdf(float(below))
-    acceleration = float((away**3).sum() / (6 * (away**2).sum() ** 1.5))
-    shares = []
-    for tail in ((1 - level) / 2, (1 + level) / 2):
-        z = bias + normal.inv_cdf(tail)
-        shares.append(normal.cdf(bias + z / (1 - acceleration * z)))
-    low, high = np.quantile(draws, shares)
-    return float(low), float(high)
+def summary(lines: Sequence[Line], values: dict[str, Array]) -> dict[str, Any]:
+    """Counts of all completions of a benchmark, and each figure's mean over problems with its interval."""
+    figures = {}
+    for name, value_P in values.items():
+        known = value_P[~np.isnan(value_P)]
+        mean = float(known.mean()) if len(known) else math.nan
+        figures[name] = {**figure(mean, *mean_interval(known)), "problems": len(known)}
+    return {
+        "completions": len(lines),
+        "unverified": sum(line["reward"] is None for line in lines),
+        "cut_off": sum(line["finish_reason"] == "length" for line in lines),
+        "no_room": sum(line["finish_reason"] == NO_ROOM for line in lines),
+        "mean_tokens": sum(line["num_tokens"] for line in lines) / len(lines),
+        "figures": figures,
+    }
 
 
-def mean_over_sets(sets: Sequence[Array], level: float = 0.95) -> tuple[float, float, float]:
-    """The mean of several sets' means, each set with the same weight, and its interval: problems are drawn within
-    each set. NaN as soon as a set has no values."""
-    known = [values[~np.isnan(values)] for values in sets]
-    if not all(len(values) for values in known):
-        return math.nan, math.nan, math.nan
-    if len(known) == 1:
-        return float(known[0].mean()), *mean_interval(known[0], level)
-    mean = float(np.mean([values.mean() for values in known]))
-    ends = []
-    for upper, tail in ((False, (1 - level) / 2), (True, (1 + level) / 2)):
-        draws = np.mean([_draws(values, seed, upper) for seed, values in enumerate(known)], axis=0)
-        ends.append(float(np.quantile(draws, tail)))
-    return mean, min(ends[0], mean), max(ends[1], mean)
-
-
-def _draws(values: Array, seed: int, upper: bool) -> Array:
-    """Means as likely as the sample has them. Where all agree that is no certainty: on either side, what the bound
-    leaves to chance."""
-    if (values == values[0]).all():
-        return bound(values[0], len(values), np.random.default_rng(seed).uniform(size=RESAMPLES), upper)
-    return resampled_means(values, seed)
-
-
-def bound(value: float, count: int, chance: Array, upper: bool) -> Array:
-    """How far the true mean may be from that of `count` values between 0 and 1 to let it come about with a chance of at
-    least so much (Chernoff): exp(-count KL(value, mean)) = chance, found by bisection."""
-    near, far = np.full_like(chance, value), np.full_like(chance, float(upper))
-    for _ in range(60):
-        middle = (near + far) / 2
-        with np.errstate(divide="ignore", invalid="ignore"):
-            right = value * np.log(value / middle) if value > 0 else 0.0
-            wrong = (1 - value) * np.log((1 - value) / (1 - middle)) if value < 1 else 0.0
-            beyond = count * (right + wrong) > -np.log(chance)
-        near, far = np.where(beyond, near, middle), np.where(beyond, middle, far)
-    return near
+def figure(value: float, low: float, high: float) -> Figure:
+    """A value with its interval as JSON has them: a number that is not finite is null."""
+    numbers = {"value": value, "low": low, "high": high}
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}

@@ -5,25 +5,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hacrl.agents.agent import Agent
-from hacrl.agents.loading import resolve_model
-from hacrl.algorithms import GSPO
-from hacrl.config import AgentConfig, RunConfig
+from hacrl.config import AgentConfig
 from hacrl.errors import UserError
+from hacrl.evaluation.answers import Answerer
+from hacrl.evaluation.subjects import agents_of
+from hacrl.statistics import reward_interval
 from hacrl.tasks import build_task
-from hacrl.training.checkpoint import (
-    MARKER,
-    NAME,
-    complete_checkpoints,
-    find_checkpoint,
-    refuse_damaged_model,
-    step_of,
-)
-from hacrl.training.run_dir import RunDir, to_json, write_atomically
+from hacrl.training.run_dir import to_json, write_atomically
+
+WRITTEN = ("prompt_id", "part", "prompt", "answer", "text", "reward", "problem")
+"""What a file of answers says of each, besides its agent."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
+    """How many held-out problems an agent solves."""
+
     agent: str
     model: str
     part: str | None
@@ -50,29 +47,16 @@ def evaluate_target(
     task, _ = build_task(task_config, config.seed)
     lines = []
     with task.verifier:
-        if not task.eval_problems:
+        problems = task.eval_problems
+        if not problems:
             raise UserError("There are no held-out problems: the config's task has no `eval`.")
-        for index, agent_config in enumerate(agents):
-            agent = Agent(agent_config, index, GSPO(), config.seed)
-            texts = agent.answer(task.eval_problems)
-            verdicts = task.score(task.eval_problems, texts)
-            for problem, text, verdict in zip(task.eval_problems, texts, verdicts, strict=True):
-                lines.append(
-                    {
-                        "agent": agent_config.id,
-                        "prompt_id": problem.id,
-                        "part": problem.part,
-                        "prompt": problem.prompt,
-                        "answer": problem.answer,
-                        "text": text,
-                        "reward": verdict.reward,
-                        "problem": verdict.problem,
-                    }
-                )
-            for part in (None, *sorted({problem.part for problem in task.eval_problems if problem.part is not None})):
-                pairs = zip(task.eval_problems, verdicts, strict=True)
-                own = [verdict.reward for problem, verdict in pairs if part in (None, problem.part)]
-                yield _accuracy(agent_config, part, own)
+        for agent in agents:
+            answerer = Answerer(agent)
+            prompts = [answerer.prompt_ids(problem) for problem in problems]
+            answers = answerer.answers(problems, prompts, task.score, temperature=0.0, seed=0)
+            lines += [{"agent": agent.id, **{name: answer[name] for name in WRITTEN}} for answer in answers]
+            for part in (None, *sorted({problem.part for problem in problems if problem.part is not None})):
+                yield _accuracy(agent, part, [a["reward"] for a in answers if part in (None, a["part"])])
     if output is not None:
         write_atomically(output, "".join(to_json(line) + "\n" for line in lines))
 
@@ -80,66 +64,5 @@ def evaluate_target(
 def _accuracy(agent: AgentConfig, part: str | None, rewards: list[float | None]) -> Accuracy:
     judged = [reward for reward in rewards if reward is not None]
     mean = sum(judged) / len(judged) if judged else math.nan
-    return Accuracy(agent.id, agent.model, part, mean, *interval(judged), len(rewards), len(rewards) - len(judged))
-
-
-def config_of(target: str, config_source: str) -> RunConfig:
-    """The config of a run; of a model, the given one."""
-    if (Path(target) / "config.yaml").is_file():
-        return RunDir.open(target).config()
-    return RunConfig.load(config_source)
-
-
-def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
-    """The agents of a run as they were at a checkpoint, or a model with the settings of the config's first agent."""
-    if (Path(target) / "config.yaml").is_file():
-        config = config_of(target, config_source)
-        chosen = find_checkpoint(Path(target), step)
-        agents = [
-            agent.model_copy(update={"model": str(chosen / "agents" / agent.id), "log_kl": False})
-            for agent in config.agents
-        ]
-        return config, agents
-    check_model(target, step)
-    config = config_of(target, config_source)
-    first = config.agents[0]
-    return config, [first.model_copy(update={"id": "model", "model": target, "log_kl": False})]
-
-
-def check_model(target: str, step: int | None) -> None:
-    """UserError if what is not a run is no model either: what it is, and what to give instead."""
-    path = Path(target).expanduser()
-    if (path / "warmup.yaml").is_file():
-        newest = [path / "checkpoint-STEP", *complete_checkpoints(path)][-1]
-        raise UserError(f"{target} is a warm-up. Give one of its models: {newest}/agents/ID.")
-    if (path / "study.yaml").is_file():
-        started = [path / "runs/PAIR/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
-        raise UserError(f"{target} is a study. Give one of its runs, for example {started[-1]}.")
-    if (path / MARKER).is_file():
-        if (path.parent / "config.yaml").is_file() and NAME.fullmatch(path.name):
-            how = f"`hacrl eval {path.parent} --checkpoint {step_of(path)}`"
-            raise UserError(f"{target} is a checkpoint of a run. Evaluate it with {how}.")
-        raise UserError(f"{target} is a checkpoint. Give one of its models: {target}/agents/ID.")
-    if path.is_file():
-        raise UserError(f"{target} is a file. Give the folder of a run, or a model: zoo:NAME, a folder or a hub id.")
-    if step is not None:
-        raise UserError(f"--checkpoint is for a run, and {target} is none: it has no config.yaml.")
-    if not path.exists() and (target.startswith((".", "/", "~", "runs/")) or target.count("/") > 1):
-        raise UserError(f"There is no folder {target}. Give the folder of a run or of a model.")
-    resolve_model(target)
-    refuse_damaged_model("model", target)
-
-
-def interval(rewards: list[float], z: float = 1.96) -> tuple[float, float]:
-    """95 % of the mean: Wilson's for right and wrong, which is honest for few problems, else the normal one."""
-    count = len(rewards)
-    if count == 0:
-        return math.nan, math.nan
-    mean = sum(rewards) / count
-    if set(rewards) <= {0.0, 1.0}:
-        centre = (mean + z**2 / (2 * count)) / (1 + z**2 / count)
-        half = z * math.sqrt(mean * (1 - mean) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-        return max(centre - half, 0.0), min(centre + half, 1.0)
-    variance = sum((reward - mean) ** 2 for reward in rewards) / max(count - 1, 1)
-    half = z * math.sqrt(variance / count)
-    return mean - half, mean + half
+    interval = reward_interval(judged)
+    return Accuracy(agent.id, agent.model, part, mean, *interval, len(rewards), len(rewards) - len(judged))

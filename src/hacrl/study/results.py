@@ -26,7 +26,6 @@ MEASURED = {
     "final_accuracy": "accuracy on held-out problems",
     "final_sampled": "accuracy of sampled answers to held-out problems",
 }
-NO_SCIPY = "Intervals need scipy: pip install 'hacrl[report]', then call the same study again; its runs are kept."
 
 
 # --- study.json ----------------------------------------------------------------------------------------------------
@@ -142,12 +141,8 @@ def mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def has_scipy() -> bool:
-    return importlib.util.find_spec("scipy") is not None
-
-
 def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float | None]:
-    if len(values) < 2 or not has_scipy():
+    if len(values) < 2:
         return None, None
     return (bootstrap_interval if study.config.interval == "bootstrap" else t_interval)(values)
 
@@ -291,8 +286,6 @@ def remarks(results: Row) -> list[str]:
             f"With {fewest} seeds p cannot be below {2 / 2**fewest:g}, whatever the difference; six give 0.03."
         )
     found += sorted({f"Note: {row['note']}." for row in results["comparisons"] if row["note"]})
-    if not has_scipy():
-        found.append(NO_SCIPY)
     return found
 
 
@@ -394,6 +387,6 @@ def print_end(console: Console, study: Study, results: Row) -> None:
         lines.append(f"Failed: {row['pair']}/{row['variant']}/seed-{row['seed']}, see {log}")
     if failed:
         lines.append(f"Try the failed ones again with: hacrl study {study.folder}")
-    elif has_scipy():
+    elif importlib.util.find_spec("plotly") is not None:  # what a report needs
         lines.append(f"Look at it with: hacrl report {study.folder}")
     say(console, *lines)

@@ -4,8 +4,8 @@ Files are read as they come in the usual repositories; none is part of this pack
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import digits
 
@@ -17,45 +17,33 @@ from hacrl.tasks.problem import Problem, digest
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
-Reference = Callable[[Row], str | None]
 
+def reference_of(row: Row) -> str | None:
+    """The reference answer: `answer`, else `final_answer`, else the last box of `solution`; None without any.
 
-def after_hashes(row: Row) -> str | None:
-    """GSM8K: a worked answer that ends in "#### 72"."""
-    return as_text(str(row.get("answer") or "").rpartition("####")[2])
-
-
-def answer_or_box(row: Row) -> str | None:
-    """The column `answer`; without one, the last box of the solution."""
-    answer = as_text(row.get("answer"))
-    return answer if answer is not None else as_text(last_box(str(row.get("solution") or "")))
-
-
-def final_answer(row: Row) -> str | None:
-    """OlympiadBench: a list of one text with LaTeX between dollars, which may name several answers."""
-    answer = row.get("final_answer")
+    GSM8K has a worked answer that ends in "#### 72", AMC the number 27.0, OlympiadBench a list of texts. Dollars around
+    LaTeX are left out, because a reference is an answer as a whole.
+    """
+    candidates = (row.get("answer"), row.get("final_answer"), last_box(str(row.get("solution") or "")))
+    answer = next((candidate for candidate in candidates if not is_missing(candidate)), None)
+    if answer is None:
+        return None
     if isinstance(answer, list):
         answer = ", ".join(str(part) for part in answer)
-    return answer_or_box(row) if is_missing(answer) else as_text(answer)
-
-
-def as_text(answer: object) -> str | None:
-    """Without the dollars that LaTeX stands between: a reference is an answer as a whole."""
-    if is_missing(answer):
-        return None
     if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # AMC's 27.0
-    return re.sub(r"(?<!\\)\$", "", str(answer)).strip()
+        answer = int(answer)
+    return re.sub(r"(?<!\\)\$", "", str(answer).rpartition("####")[2]).strip() or None
 
 
 @dataclass(frozen=True)
 class Benchmark:
+    """Where a benchmark is found, and how it is usually evaluated."""
+
     repository: str
-    """On the Hugging Face hub."""
+    """Its name on the Hugging Face hub."""
     split: str
     files: tuple[str, ...]
     """Names of its files or folders besides its own; capitals, hyphens and underscores do not matter."""
-    reference: Reference = answer_or_box
     subset: str | None = None
     samples: int = 1
     """Completions of each problem where --k is not given: as in the paper's tables."""
@@ -64,14 +52,14 @@ class Benchmark:
 
 
 BENCHMARKS = {
-    "gsm8k": Benchmark("openai/gsm8k", "test", (), after_hashes, subset="main", solved_in="answer"),
+    "gsm8k": Benchmark("openai/gsm8k", "test", (), subset="main", solved_in="answer"),
     "math500": Benchmark("HuggingFaceH4/MATH-500", "test", (), solved_in="solution"),
     "math": Benchmark("DigitalLearningGmbH/MATH-lighteval", "test", ("math-lighteval",), solved_in="solution"),
     "amc23": Benchmark("math-ai/amc23", "test", ("amc2023", "amc")),
     "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", ("aime2024",), samples=30),
     "aime25": Benchmark("math-ai/aime25", "test", ("aime2025",), samples=30),
     "minerva": Benchmark("math-ai/minervamath", "test", ("minervamath",), solved_in="solution"),
-    "olympiad": Benchmark("math-ai/olympiadbench", "test", ("olympiadbench",), final_answer),
+    "olympiad": Benchmark("math-ai/olympiadbench", "test", ("olympiadbench",)),
 }
 
 
@@ -80,7 +68,7 @@ class ProblemSet:
     """The problems of one benchmark."""
 
     name: str
-    """As it was asked for: `math500`, or `gsm8k:train` for another split than the usual."""
+    """Its name in the command: `math500`, or `gsm8k:train` for another split than the usual."""
     source: str
     problems: list[Problem]
     without_reference: list[str]
@@ -92,7 +80,7 @@ class ProblemSet:
 
     @property
     def digest(self) -> str:
-        """Digest of prompts and references: other problems under the same name are another benchmark."""
+        """Fingerprint of prompts and references: other problems under the same name are another benchmark."""
         return digest(self.problems)
 
     def solution(self, problem: Problem) -> str | None:
@@ -112,10 +100,9 @@ def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None =
         if names.count(name) > 1:
             raise UserError(f"The benchmark {name} is named twice.")
     found = [_load_files(name, data) if data else _load_hub(name) for name in names]
-    return [
-        ProblemSet(each.name, each.source, each.problems[:limit], each.without_reference if limit is None else [])
-        for each in found
-    ]
+    if limit is None:
+        return found
+    return [replace(each, problems=each.problems[:limit], without_reference=[]) for each in found]
 
 
 def found_in(data: Path) -> list[str]:
@@ -132,28 +119,31 @@ def found_in(data: Path) -> list[str]:
 
 def _load_files(name: str, data: Path) -> ProblemSet:
     paths = _matches(name, data)
-    known, _, split = name.partition(":")
     if not paths:
-        stem, wanted = known, split or "test"
-        folders = ", ".join(f"{alias}/**/{wanted}.jsonl" for alias in (known, *BENCHMARKS[known].files))
-        message = f"{data} has no file of {name}: looked for {stem}.jsonl, {stem}_{wanted}.jsonl, {folders}"
-        message += " (or .json, .parquet)."
-        if not split and (train := _matches(f"{known}:train", data)):
-            message += f" There is {train[0]}: to be evaluated on training problems, ask for {known}:train."
-        family = known.rstrip(digits)  # aime24 and aime25, math and math500
-        relatives = [other for other in BENCHMARKS if other != known and other.rstrip(digits) == family]
-        others = [other for other in relatives if _matches(other, data)]
-        if others:
-            message += f" There are files of {', '.join(others)}."
-        raise UserError(message)
-    subset = BENCHMARKS[known].subset
-    if subset and any(path.parent.name == subset for path in paths):
-        paths = [path for path in paths if path.parent.name == subset]
+        raise UserError(_not_found(name, data))
+    subset = BENCHMARKS[name.partition(":")[0]].subset
+    paths = [path for path in paths if path.parent.name == subset] or paths
     shards = {SHARD.sub("", str(path.with_suffix(""))) for path in paths}
     if len(shards) > 1:
         raise UserError(f"Several files fit {name}: {', '.join(map(str, paths))}. Give --data a folder with one.")
     rows = (row for path in paths for row in read_rows(str(path), "", None))
     return _problem_set(name, ", ".join(map(str, paths)), rows)
+
+
+def _not_found(name: str, data: Path) -> str:
+    """What was looked for, and which files there are that may have been meant."""
+    known, _, split = name.partition(":")
+    wanted = split or "test"
+    folders = ", ".join(f"{alias}/**/{wanted}.jsonl" for alias in (known, *BENCHMARKS[known].files))
+    message = f"{data} has no file of {name}: looked for {known}.jsonl, {known}_{wanted}.jsonl, {folders}"
+    message += " (or .json, .parquet)."
+    if not split and (train := _matches(f"{known}:train", data)):
+        message += f" There is {train[0]}: to be evaluated on training problems, ask for {known}:train."
+    family = known.rstrip(digits)  # aime24 and aime25, math and math500
+    relatives = [other for other in BENCHMARKS if other != known and other.rstrip(digits) == family]
+    if others := [other for other in relatives if _matches(other, data)]:
+        message += f" There are files of {', '.join(others)}."
+    return message
 
 
 def _load_hub(name: str) -> ProblemSet:
@@ -192,21 +182,21 @@ def _matches(name: str, data: Path) -> list[Path]:
 
 
 def plain(name: str) -> str:
-    """`MATH-500`, `math_500` and `math500` are the same name; so are `minerva_math` and `minervamath`."""
+    """A name without capitals, hyphens and underscores: `math500` for `MATH-500` and `math_500`."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _problem_set(name: str, source: str, rows: Iterable[tuple[str, Row]]) -> ProblemSet:
-    benchmark = BENCHMARKS[name.partition(":")[0]]
+    solved_in = BENCHMARKS[name.partition(":")[0]].solved_in
     problems, without = [], []
     for number, (place, row) in enumerate(rows):
-        reference = benchmark.reference(row)
+        reference = reference_of(row)
         if reference is None:
             without.append(place)
             continue
         columns = {**row, "answer": reference}
-        if benchmark.solved_in:
-            columns["solution"] = row.get(benchmark.solved_in)
+        if solved_in:
+            columns["solution"] = row.get(solved_in)
         problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
     if not problems:
         raise UserError(f"{source} has no problem with a reference answer for {name}.")
