@@ -62,7 +62,7 @@ class Agent:
     def render(self, problems: list[Problem]) -> Ids:
         """The tokens of each prompt, in this model's chat template."""
         chats = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-        return self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+        return list(self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False))
 
 
 # --- sampling --------------------------------------------------------------------------------------

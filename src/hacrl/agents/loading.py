@@ -295,8 +295,8 @@ def _allow_saving(model: Any) -> None:
     generation = model.generation_config
     if generation is None:
         return
-    for change in (lambda: None, lambda: setattr(generation, "do_sample", True)):
-        change()
+    for do_sample in (generation.do_sample, True):
+        generation.do_sample = do_sample
         with suppress(ValueError):
             generation.validate(strict=True)
             return

@@ -22,6 +22,11 @@ except ImportError:  # no Triton: not a CUDA machine
 Forward = Callable[..., Any]
 
 
+def has_kernels() -> bool:
+    """Whether there is Triton, which the kernels for CUDA need."""
+    return kernels is not None
+
+
 class LeanLayers:
     """A leaner forward for each module of a model that has one."""
 
@@ -67,7 +72,8 @@ class Joined:
         with torch.no_grad():
             if are_neighbours(parts):  # joined already, by another model on the same weights
                 shape = (sum(self.sizes), *parts[0].shape[1:])
-                return parts[0].data.as_strided(shape, parts[0].stride())
+                joined: Tensor = parts[0].data.as_strided(shape, parts[0].stride())
+                return joined
             joined = torch.cat(parts)
             for part, slot in zip(parts, joined.split(self.sizes), strict=True):
                 part.data = slot

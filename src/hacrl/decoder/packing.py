@@ -129,7 +129,8 @@ class Packed:
         N, R = self.rows_NR.shape
         x_SHD = x_BHSD[0].transpose(0, 1)
         spread: Tensor = _Spread.apply(x_SHD, self.rows_NR.flatten(), self.back_S, self.again_A, self.again_from_A)
-        return spread.unflatten(0, (N, R)).transpose(1, 2)
+        rows_NRHD: Tensor = spread.unflatten(0, (N, R))
+        return rows_NRHD.transpose(1, 2)
 
     def table(self, values_M: Tensor) -> Tensor:
         """Values of the completion tokens as an (N, T) table, 0 where there is no token."""

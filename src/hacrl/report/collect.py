@@ -275,7 +275,8 @@ def lost_by_step(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[fl
 def mass(learner: str, source: str, steps: Sequence[Data]) -> float | None:
     """Gradient mass of a source in the updates of a learner, over the whole run."""
     name = f"{learner}/gradient_mass" if learner == source else f"{learner}/from_{source}/gradient_mass"
-    return rounded(added(column(steps, name)))
+    total: float | None = rounded(added(column(steps, name)))
+    return total
 
 
 # --- fewer points ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from hacrl.decoder.layers import kernels
+from hacrl.decoder.layers import has_kernels
 from hacrl.decoder.policy import Policy
 from hacrl.rollouts.engine import Engine
 from hacrl.rollouts.generate import GenerateEngine
@@ -14,7 +14,7 @@ def engine_of(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
     batch_size = policy.config.sampling_batch_size
     if policy.backbone is None:
         return GenerateEngine(policy.model, tokenizer, policy.stop_ids, batch_size)
-    if policy.backbone.device.type == "cuda" and kernels is not None:
+    if policy.backbone.device.type == "cuda" and has_kernels():
         from hacrl.rollouts.graphed import GraphedEngine
 
         return GraphedEngine(policy.backbone, tokenizer, policy.stop_ids, batch_size)

@@ -66,7 +66,7 @@ class GenerateEngine:
         return completions
 
 
-class Chooser(LogitsProcessor):
+class Chooser(LogitsProcessor):  # type: ignore[misc]
     """Chooses the tokens itself, from random numbers of its own, and leaves `generate` nothing else to take."""
 
     def __init__(self, uniform_BT: Tensor, params: SamplingParams) -> None:
