@@ -89,6 +89,13 @@ def test_relative_links_exist(page: Path) -> None:
         assert not anchor or linked.suffix != ".md" or anchor in headings(linked), f"{page.name} links to {target}"
 
 
+def test_files_named_in_architecture_exist() -> None:
+    """Those that are no links: `room/file.py` is relative to the package, as the page says."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+/\w+\.py)`", page):
+        assert (PACKAGE / name).is_file() or (ROOT / name).is_file(), name
+
+
 def definitions(path: Path) -> set[str]:
     """Names a Python file defines at its top level, and `Class.member` for what is in the body of a class."""
 

@@ -63,15 +63,15 @@ def rollout(text: str, **changes: Any) -> Rollout:
         "source": 1,
         "index": 0,
         "text": text,
-        "token_ids": [],
-        "logps": [],
+        "token_ids": [0],
         "finish_reason": "stop",
         "ended": True,
         "special_inside": False,
         "vocabulary": "another",
         "policy_version": 0,
     }
-    return Rollout(**{**values, **changes})
+    values |= changes
+    return Rollout(**{"logps": [0.0] * len(values["token_ids"]), **values})
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -165,3 +165,9 @@ def test_what_a_learner_drops_is_counted_by_source_and_reason() -> None:
     assert sorted(result.records["row"].tolist()) == [0, 1, 5]
     # A mean over what is left: dropped rollouts do not dilute it.
     assert sorted(result.records["mean_weight"].tolist()) == [0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(("token_ids", "logps"), [([], []), ([1, 2], [0.0])])
+def test_a_rollout_has_a_log_probability_for_each_token(token_ids: list[int], logps: list[float]) -> None:
+    with pytest.raises(ValueError, match=f"{len(token_ids)} tokens and {len(logps)} log-probabilities"):
+        rollout("1+2=3", token_ids=token_ids, logps=logps)

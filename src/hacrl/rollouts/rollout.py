@@ -46,9 +46,9 @@ class Rollout:
     finish_reason: FinishReason
     ended: bool
     special_inside: bool
-    """Special tokens stand inside: the text does not say all there is."""
+    """Whether there are special tokens before the end, which `text` leaves out."""
     vocabulary: str
-    """Fingerprint of the source's vocabulary: ids can be reused where it is the same."""
+    """Fingerprint of the source's vocabulary. A learner with the same one takes `token_ids`, others read `text`."""
     policy_version: int
     """Updates the source had made when it sampled this."""
     lead: str = ""
@@ -60,6 +60,13 @@ class Rollout:
     reward: float | None = None
     verdict: dict[str, Any] = field(default_factory=dict)
     """What the verifier said besides the reward: parts, problem, detail."""
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or len(self.logps) != len(self.token_ids):
+            raise ValueError(
+                f"a rollout needs a token at least, and a log-probability for each: it has {len(self.token_ids)} "
+                f"tokens and {len(self.logps)} log-probabilities"
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ from hacrl.rollouts.reader import Reader
 from hacrl.rollouts.retokenize import decode
 from hacrl.rollouts.rollout import Completion, Rollout
 from hacrl.seeding import EVALUATE, SAMPLE, derive_seed
+from hacrl.sources.source import Source
 from hacrl.tasks.problem import Problem
 
 
@@ -24,7 +25,7 @@ def params_of(config: AgentConfig, num_generations: int) -> SamplingParams:
     )
 
 
-class PolicySource:
+class PolicySource(Source):
     """Samples with an engine. `version` says how many updates its model has had."""
 
     def __init__(
