@@ -146,7 +146,8 @@ class Learner(Updater):
 
         def look(batch: Minibatch, counts: bool) -> Notes:
             with torch.no_grad():
-                return self.loss(batch, step)[1] if counts else Notes()
+                _, new = self.loss(batch, step)  # by all ranks, whether it counts or not
+            return new if counts else Notes()
 
         looks = self.passes(self.batches(rollouts), look)
         notes.add(*looks)
