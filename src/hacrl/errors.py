@@ -1,4 +1,4 @@
-"""Errors that a user can fix, shown as one sentence without a traceback, exit code 2; and warnings."""
+"""Warnings, and errors that a user can fix: these are shown without a traceback and end with exit code 2."""
 
 import difflib
 import logging
@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterable
 
 OUT_OF_MEMORY = 3
-"""The exit code of a run that lacked memory: it may succeed where less runs beside it."""
+"""Exit code of a run that ran out of memory; it may succeed if less runs at the same time."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move the cursor, change colours or turn the direction of the text; and halves of characters."""
+"""Characters that move the cursor, change colours or reverse the text direction; and unpaired surrogates."""
 
 LACK_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class UserError(Exception):
-    """What is wrong, where, and what to do about it."""
+    """An error that the user can fix; the message says what is wrong, where, and what to do."""
 
 
 class TrainingDiverged(Exception):
@@ -23,16 +23,16 @@ class TrainingDiverged(Exception):
 
 
 def lack_of_memory(error: RuntimeError) -> str | None:
-    """The line of an error that says that memory ran out; None if it is about something else.
+    """The line of an error that says that memory ran out; None if the error has another reason.
 
-    torch has a class for it, which is not imported here; CUDA, and torch on a CPU, say it in words.
+    torch has a class for this, which is not imported here; CUDA, and torch on a CPU, say it only in the message.
     """
     said = [line.strip() for line in str(error).splitlines() if any(words in line for words in LACK_OF_MEMORY)]
     return said[0] if said else str(error) if type(error).__name__ == "OutOfMemoryError" else None
 
 
 def system_error(error: BaseException | None) -> int | None:
-    """The errno behind a library's own error: torch chains the OSError, the Rust libraries quote its number."""
+    """The errno behind a library's error: torch chains the OSError, Rust libraries quote its number in the message."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno
@@ -44,7 +44,7 @@ def system_error(error: BaseException | None) -> int | None:
 
 
 def warn(message: str) -> None:
-    """Print a line on standard error that the user should know and that does not stop the run."""
+    """Print a warning on standard error; the run goes on."""
     logging.getLogger("hacrl").warning(harmless(message))
 
 
@@ -54,7 +54,7 @@ def harmless(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: what may have been meant, or what there is."""
+    """End of a message about an unknown name: the closest known name, or all known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(known)}"

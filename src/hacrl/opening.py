@@ -1,4 +1,4 @@
-"""Files of others: what a library says about them becomes one sentence that names agent, folder and file."""
+"""Turns library errors about a user's files into one sentence that names agent, folder and file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 from hacrl.errors import UserError, lack_of_memory
 
 LONGEST_REASON = 400
-"""Characters; transformers lists every model it knows where one is unknown."""
+"""Most characters of a reason; for an unknown model, transformers lists every model it knows."""
 AGAIN = "Download or save it again."
 OWN_CODE = "it brings Python code of its own, which was not run. If you trust it, set trust_remote_code: true."
 
@@ -16,7 +16,7 @@ OWN_CODE = "it brings Python code of its own, which was not run. If you trust it
 def opening(where: str, source: str | Path, file: str = "") -> Iterator[None]:
     """Turn any error inside into a UserError about `source`, a folder or hub id, and the `file` in it that is read.
 
-    For calls of libraries on a user's files, and nothing else: they raise whatever they meet.
+    Use this only around library calls that read a user's files, because these raise errors of any type.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def not_loaded(where: str, source: str | Path, why: str) -> UserError:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, on one line without its full stop; with its kind where the words alone say little."""
+    """An error's message on one line, without its full stop; with the error's type if the message alone says little."""
     said = " ".join(str(error).split()).rstrip(".")
     if not said or not isinstance(error, OSError | ValueError | RuntimeError) or isinstance(error, RecursionError):
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,7 +1,7 @@
-"""All randomness of a run, as a function of its seed and of where in the run it is used.
+"""Derives all random numbers of a run from its seed and from where in the run they are used.
 
-Nothing of ours draws from a generator whose state would have to travel: resuming a run, or running its agents in
-another order or on other machines, gives the same numbers.
+hacrl uses no generator whose state would have to be saved or sent: a run gives the same numbers if it is resumed, or
+if its agents run in another order or on other machines.
 """
 
 import random
@@ -22,14 +22,14 @@ def permutation(size: int, *parts: int) -> list[int]:
 
 
 def seed_all(seed: int) -> None:
-    """The generators that a user's own code may draw from."""
+    """Seed the global generators, which a user's own code may draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def global_random_state() -> dict[str, Any]:
-    """State of the generators that a user's own code may draw from, as JSON."""
+    """State of the global generators, which a user's own code may draw from, ready for JSON."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

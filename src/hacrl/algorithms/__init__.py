@@ -1,6 +1,6 @@
 """The algorithms as pure tensor maths: usable without the rest of hacrl.
 
-Nothing here knows models, files, devices or randomness, so HACPO can be used inside another trainer:
+Nothing here depends on models, files, devices or randomness, so HACPO can be used inside another trainer:
 
     omega = capability_ratios([0.31, 0.44])                           # C_k / C_j
     advantages = capability_advantages(rewards, prompt, source, 0, omega)

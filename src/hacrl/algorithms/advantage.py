@@ -1,8 +1,8 @@
 """Group-relative advantages, plain and capability-aware.
 
-Rollouts come flat: `rewards_N` with the prompt and the source agent of each in `prompt_N` and
-`source_N`, so that groups may have any size and an agent any share of them. Prompts are numbered
-from 0. Only valid rollouts are passed: one whose reward is None takes no part.
+Rollouts are flat tensors: `rewards_N` has the rewards, `prompt_N` and `source_N` the prompt and the source agent of
+each. Groups may have any size, and an agent any share of them. Prompts are numbered from 0. Callers leave out
+rollouts without a reward.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ SIGMA_EPSILON = 1e-6
 EDGE = 1e-9
 
 ScaleRewards = Literal["group", "batch", "none"]
-"""What centred rewards are divided by: the standard deviation of the prompt's rewards or of all, or nothing (TRL)."""
+"""What centred rewards are divided by, as in TRL: the standard deviation within the prompt, within the batch, or 1."""
 
 
 @dataclass(frozen=True)
 class Advantages:
     advantage_N: Tensor
     baseline_N: Tensor
-    """What was subtracted from each rollout's reward."""
+    """The value subtracted from each rollout's reward."""
     guarded_share: float = 0.0
-    """Share of prompts with spread whose baseline left the range of rewards and was replaced."""
+    """Share of the prompts with unequal rewards whose baseline was outside the range of rewards and was replaced."""
     bias_P: Tensor | None = None
-    """Mean own reward minus mu_k, before the guard, for each prompt where its noise can be estimated."""
+    """Mean own reward minus mu_k before the guard, for each prompt whose `bias_noise_P` can be estimated."""
     bias_noise_P: Tensor | None = None
-    """The variance that sampling alone gives to `bias_P`."""
+    """Variance of `bias_P` that comes from sampling alone."""
 
 
 def sum_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
@@ -36,7 +36,7 @@ def sum_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
 
 
 def mean_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
-    """Mean of the values at each index; 0 where there is none."""
+    """Mean of the values at each index; 0 where there are no values."""
     count = sum_by(torch.ones_like(values_N), index_N, size)
     return sum_by(values_N, index_N, size) / count.clamp(min=1)
 
@@ -67,7 +67,7 @@ def _num_prompts(prompt_N: Tensor) -> int:
 
 
 def divisors(rewards_N: Tensor, prompt_N: Tensor, scale_rewards: ScaleRewards, batch_N: Tensor | None = None) -> Tensor:
-    """What each centred reward is divided by. `batch_N` numbers the batches, where there are several."""
+    """The number that each centred reward is divided by. `batch_N` numbers the batches if there are several."""
     if scale_rewards == "none":
         return torch.ones_like(rewards_N)
     index_N = prompt_N
@@ -100,9 +100,9 @@ def capability_advantages(
     """A_k(R) = (R - mu_k) / (sigma + 1e-6), mu_k the mean of all rewards, each times omega(k, j).
 
     sigma is the standard deviation of the unscaled rewards of the prompt; `scale_rewards` changes the divisor. With the
-    guard, a mu_k outside the range of the prompt's rewards is replaced by the mean of k's own rewards there, or by the
-    plain mean where k has none. `cross_baseline="source"` gives a foreign rollout its source's
-    mu_j instead of the learner's mu_k.
+    guard, a mu_k outside the range of the prompt's rewards is replaced by the mean of k's own rewards on the prompt, or
+    by the plain mean if k has none. `cross_baseline="source"` gives a foreign rollout its source's mu_j instead of the
+    learner's mu_k.
     """
     P, K = _num_prompts(prompt_N), len(omega_KK)
     low_P, high_P = _range_by(rewards_N, prompt_N, P)
@@ -111,7 +111,7 @@ def capability_advantages(
     mu_KP, guarded_KP = [], []
     for k in range(K):
         mu_P = mean_by(omega_KK[k, source_N] * rewards_N, prompt_N, P)
-        # A mu_k on the edge is inside, in whatever order its sum was rounded.
+        # A mu_k on the edge counts as inside, however its sum was rounded.
         edge_P = EDGE * (high_P - low_P)
         outside_P = (mu_P < low_P - edge_P) | (mu_P > high_P + edge_P)
         guarded_KP.append(outside_P & spread_P & baseline_guard)
@@ -139,13 +139,13 @@ def capability_advantages(
 def baseline_bias(
     rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_K: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean own reward minus mu_k for each prompt, and the variance it has from sampling alone.
+    """Mean own reward minus mu_k for each prompt, and the variance of this difference from sampling alone.
 
-    Both are sums over independent rewards, b = sum_i c_i R_i with c = [own] / G_k - omega / N, so
-    the noise is sum_i c_i^2 var_j, var_j being the variance of agent j's rewards on that prompt. The
-    batch mean of b is close to zero whatever happens, because omega is fitted to the same batch; the
-    mean of b^2 less the noise is what one global omega gets wrong on each prompt. Prompts where an
-    agent has fewer than two rewards are left out: their noise cannot be estimated.
+    The difference is a sum over independent rewards, b = sum_i c_i R_i with c = [own] / G_k - omega / N. Its variance,
+    the noise, is sum_i c_i^2 var_j, where var_j is the variance of agent j's rewards on that prompt. The batch mean of
+    b is always close to zero, because omega is fitted to the same batch. The mean of b^2 minus the noise is the error
+    that one global omega makes on each prompt. Prompts where an agent has exactly one reward, or the learner fewer than
+    two, are left out: their noise cannot be estimated.
     """
     P, K = _num_prompts(prompt_N), len(omega_K)
     cell_N = prompt_N * K + source_N

@@ -1,4 +1,4 @@
-"""How able each agent is, and how able it is relative to another: C and omega."""
+"""The capability C of each agent, and omega, the ratio of two capabilities."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class CapabilityOptions:
     """How performance is measured, smoothed and turned into a bounded ratio."""
 
     metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    """`mean_reward` as published; `positive_rate`: the share of rewards above `reward_min`."""
+    """`mean_reward`, as published, or `positive_rate`: the share of rewards above `reward_min`."""
     window: int = 5
-    """K: the number of steps that are averaged."""
+    """K: the number of steps over which capability is averaged."""
     include_current: bool = True
     """Whether the current batch counts. False makes omega independent of the batch it is used on."""
     ratio_min: float = 0.1
@@ -37,13 +37,13 @@ class CapabilityOptions:
             )
 
     def omega_sentence(self) -> str:
-        """The meaning of omega, to be continued with what it does."""
+        """Beginning of a sentence that explains omega; the caller adds what omega does."""
         limits = f"limited to {self.ratio_min:g} to {self.ratio_max:g}"
         return f"ω is the source's capability C divided by the learner's, {limits}"
 
 
 def capability_sentence(options: CapabilityOptions, reward_min: float = 0.0, *, used: bool) -> str:
-    """The meaning of C; `used`: whether it acts on what is learned."""
+    """A sentence that explains C; `used` says whether C affects learning."""
     what = f"mean reward{f' counted from {reward_min:g}' if reward_min else ''}"
     if options.metric == "positive_rate":
         what = f"share of rewards above {reward_min:g}"
@@ -53,7 +53,7 @@ def capability_sentence(options: CapabilityOptions, reward_min: float = 0.0, *, 
 
 
 def shifted(rewards_N: Tensor, reward_min: float) -> Tensor:
-    """Rewards counted from `reward_min`, as a ratio of means needs them."""
+    """Rewards minus `reward_min`, so that they are >= 0, as a ratio of means needs."""
     lowest = float(rewards_N.min()) if len(rewards_N) else reward_min
     if lowest < reward_min:
         raise ValueError(
@@ -64,7 +64,7 @@ def shifted(rewards_N: Tensor, reward_min: float) -> Tensor:
 
 
 def performance(rewards_N: Tensor, reward_min: float, options: CapabilityOptions) -> float:
-    """P_t of one agent from its rewards of one batch."""
+    """P_t, the performance of one agent, from its rewards in one batch."""
     shifted_N = shifted(rewards_N, reward_min)
     if options.metric == "positive_rate":
         shifted_N = (shifted_N > 0).to(rewards_N)
@@ -76,19 +76,19 @@ class CapabilityTracker:
 
     def __init__(self, num_agents: int, options: CapabilityOptions) -> None:
         self.options = options
-        # One more than the window: without the current step, the window ends one step earlier.
+        # Keep one step more than the window: without the current step, the window ends one step earlier.
         self._history: list[deque[tuple[int, float]]] = [deque(maxlen=options.window + 1) for _ in range(num_agents)]
         self._step = 0
 
     def update(self, performances: Sequence[float | None]) -> None:
-        """Record one step. None (no valid reward this step) leaves that agent's window unchanged."""
+        """Record one step. None (no reward in this step) leaves that agent's window unchanged."""
         self._step += 1
         for history, performance in zip(self._history, performances, strict=True):
             if performance is not None:
                 history.append((self._step, performance))
 
     def capabilities(self) -> list[float | None]:
-        """C of each agent, floored; None for an agent of which nothing is known yet."""
+        """C of each agent, at least `CAPABILITY_FLOOR`; None for an agent without any recorded performance."""
         result: list[float | None] = []
         for history in self._history:
             known = [p for step, p in history if self.options.include_current or step < self._step]
@@ -109,7 +109,7 @@ class CapabilityTracker:
 
 
 def capability_ratios(capabilities: Sequence[float | None], ratio_min: float = 0.1, ratio_max: float = 10.0) -> Tensor:
-    """omega[k, j] = clamp(C_k / C_j): agents x agents, float64. A ratio with an unknown C is 1."""
+    """omega[k, j] = clamp(C_k / C_j): agents x agents, float64; 1 if either C is unknown."""
     n = len(capabilities)
     omega_KK = torch.ones(n, n, dtype=torch.float64)
     for k, c_k in enumerate(capabilities):

@@ -1,4 +1,4 @@
-"""What the methods that share rollouts in other ways than HACPO have in common."""
+"""Functions shared by the algorithms that use foreign rollouts."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from hacrl.algorithms.algorithm import Sequences, Terms
 
 
 def own_or_foreign(own_N: Tensor, own: Terms, foreign: Terms) -> Terms:
-    """The first where the learner is the source, else the second."""
+    """Merge two sets of terms: `own` for the learner's own rollouts, `foreign` for all others."""
     return Terms(
         torch.where(own_N, own.objective_N, foreign.objective_N),
         torch.where(own_N, own.log_ratio_N, foreign.log_ratio_N),
@@ -19,7 +19,7 @@ def own_or_foreign(own_N: Tensor, own: Terms, foreign: Terms) -> Terms:
 
 
 def unbounded(weight_N: Tensor, advantage_N: Tensor, log_ratio_N: Tensor) -> Terms:
-    """weight x A without a band; the log-ratio is reported only."""
+    """The terms weight x A, without a band; the log-ratio is only reported."""
     objective_N = weight_N * advantage_N
     return Terms(
         objective_N,
@@ -36,11 +36,11 @@ def mean_over_tokens(values_NT: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def as_if_on_policy(sequences: Sequences) -> Tensor:
-    """1, with the gradient of logp / len: the ratio to the learner itself, with no importance correction."""
+    """Ratio of the learner to itself: its value is 1, its gradient that of logp / len. No importance correction."""
     mean_logp_N = mean_over_tokens(sequences.logp_NT, sequences.mask_NT)
     return (mean_logp_N - mean_logp_N.detach()).exp()
 
 
 def mean_of_each_source(source_N: Tensor) -> Tensor:
-    """1 / N_j for a rollout of source j: the own mean plus one mean for each other source."""
+    """1 / N_j for each rollout of source j, so that the objective is a sum of one mean per source."""
     return (1 / torch.bincount(source_N).to(torch.float64).clamp(min=1))[source_N]

@@ -1,12 +1,12 @@
 """F-TIS (arXiv 2605.22537): filtered, truncated importance sampling, token by token.
 
-Everybody's rollouts of a prompt are one group. A foreign token's gradient is weighted by how much more
-likely it is for the learner than for its source, truncated at `cap`. Wrong foreign rollouts (A < 0) far from
-the learner are left out. Own rollouts are treated as in GSPO. As we read it: the values of `cap` and
-`kl_max`, and the estimate of the divergence (k3, mean over tokens).
+The rollouts of all agents on a prompt form one group. The gradient of a foreign token is weighted by how much more
+likely the token is for the learner than for its source, truncated at `cap`. Wrong foreign rollouts (A < 0) far from
+the learner are left out. Own rollouts are treated as in GSPO. Our choices: the values of `cap` and `kl_max`, and the
+estimate of the divergence (k3, mean over tokens).
 
-The method is defined between agents with one vocabulary. `spread` lets others take part, which is ours: the same
-log-probability of a completion, spread evenly, gives its tokens other weights.
+The method is defined only between agents with one vocabulary. `spread` is our extension to other agents: it spreads
+the log-probability of a completion evenly over its tokens, which changes the weights of single tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ class FTIS(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     cap: float = 2.0
-    """The largest weight of a foreign token."""
+    """Largest weight of a foreign token."""
     kl_max: float = 0.5
-    """Foreign rollouts with A < 0 are left out where KL(source || learner) per token is above this."""
+    """Foreign rollouts with A < 0 are left out if KL(source || learner) per token is above this value."""
     spread: bool = False
-    """Spread a source's log-probability evenly over the learner's tokens where their tokenizers differ."""
+    """Whether to spread a source's log-probability evenly over the learner's tokens if their tokenizers differ."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +49,7 @@ class FTIS(Algorithm):
         logp_NT, old_logp_NT, mask_NT = sequences.logp_NT, sequences.old_logp_NT, sequences.mask_NT
         log_ratio_NT = torch.where(mask_NT, logp_NT.detach() - old_logp_NT, 0.0)
         weight_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=self.cap)
-        # A factor of 1 whose gradient is that of the log-probability.
+        # The factor exp(logp - logp.detach()) is 1 and has the gradient of the log-probability.
         weight_N = mean_over_tokens(weight_NT * (logp_NT - logp_NT.detach()).exp(), mask_NT)
         far_N = k3_kl(old_logp_NT, logp_NT.detach(), mask_NT) > self.kl_max
         left_out_N = far_N & (sequences.advantage_N < 0)

@@ -14,9 +14,9 @@ from hacrl.algorithms.importance import LOG_RATIO_LIMIT
 
 
 def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:
-    """Mean over a rollout's tokens of min(r_t A, clip(r_t) A); for `cispo` of min(r_t, epsilon_high) A log p_t.
+    """Mean over a rollout's tokens of min(r_t A, clip(r_t) A); for `cispo`, of min(r_t, epsilon_high) A log p_t.
 
-    The minimum of `cispo` is a constant: no gradient goes through it.
+    No gradient goes through the minimum of `cispo`.
     """
     mask_NT = sequences.mask_NT
     log_ratio_NT = torch.where(mask_NT, sequences.logp_NT - sequences.old_logp_NT, 0.0)

@@ -16,7 +16,7 @@ from hacrl.algorithms.importance import has_gradient, sequence_log_ratio
 def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:
     """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len); for `cispo` min(s, epsilon_high) A logp / len.
 
-    The minimum of `cispo` is a constant: no gradient goes through it.
+    No gradient goes through the minimum of `cispo`.
     """
     log_ratio_N = sequence_log_ratio(sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N)
     ratio_N, advantage_N = log_ratio_N.exp(), sequences.advantage_N
@@ -40,7 +40,7 @@ def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_t
 
 
 def gspo_explanation(epsilon: float, epsilon_high: float, loss_type: LossType) -> Explanation:
-    """How own rollouts are used; capability is not."""
+    """Explain how GSPO uses own rollouts, and that it does not use capability."""
     band = "It has no band." if loss_type == "cispo" else clip_sentence("Its band", epsilon, epsilon_high)
     return Explanation(
         ratio=ratio_sentence(),
@@ -50,12 +50,12 @@ def gspo_explanation(epsilon: float, epsilon_high: float, loss_type: LossType) -
 
 
 def weight_of(epsilon_high: float, loss_type: LossType) -> str:
-    """What multiplies A in `gspo_terms`."""
+    """The factor of A in `gspo_terms`, as text."""
     return f"min(s, {epsilon_high:g})" if loss_type == "cispo" else "s"
 
 
 def clip_sentence(band: str, epsilon: float, epsilon_high: float) -> str:
-    """What the clip of `gspo_terms` does; `band` names whose it is."""
+    """A sentence that explains the clip of `gspo_terms`; `band` is its subject, such as "Its band"."""
     return (
         f"{band} is {1 - epsilon:g} to {1 + epsilon_high:g}: "
         "it teaches nothing where A > 0 and s is above, or where A < 0 and s is below."

@@ -1,4 +1,4 @@
-"""HACPO (arXiv 2603.02604): GSPO on everybody's rollouts, with four mechanisms that are meant to make it safe.
+"""HACPO (arXiv 2603.02604): GSPO on the rollouts of all agents, with four mechanisms meant to make this safe.
 
 The paper's names for them, and the functions that compute them:
 
@@ -30,27 +30,27 @@ from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequenc
 class HACPO(CapabilityAware):
     name: Literal["hacpo"] = "hacpo"
     alpha: float = 1.0
-    """Power of the exponential importance weight; 0 switches it off."""
+    """Exponent of the exponential importance weight; 0 switches the weight off."""
     delta: float = 0.2
-    """Foreign ratios in [1 - delta, 1] teach in the first update."""
+    """In the first update of a step, foreign rollouts with s in [1 - delta, 1] are learned from."""
     delta_step: float = 0.025
-    """How much the lower bound rises with each update of a step."""
+    """How much the lower bound of s rises with each update of a step."""
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     cross_weight: float = 1.0
-    """Weight of each source's mean beside the own mean."""
+    """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
     baseline: Literal["capability", "joint"] = "capability"
-    """`joint` sets omega to 1 in the baseline: the ablation of mechanism 1."""
+    """What rewards are compared with. `joint` sets omega to 1 in the baseline: the ablation of mechanism 1."""
     cross_baseline: Literal["learner", "source"] = "learner"
     baseline_guard: bool = True
     cross_omega: bool = True
-    """False is the ablation of mechanism 2."""
+    """Whether foreign rollouts are multiplied by omega(j, k). False is the ablation of mechanism 2."""
     cross_clip: bool = True
-    """False removes the band: an ablation of mechanism 4."""
+    """Whether foreign rollouts have a band. False is an ablation of mechanism 4."""
     allow_closed_band: bool = False
-    """Accept a schedule whose last updates use nothing foreign."""
+    """Accept settings whose band closes, so that the last updates of a step use no foreign rollouts."""
     ratio_unit: Literal["token", "byte"] = "token"
-    """What foreign log-probabilities are divided by. Own ratios are GSPO's in either case."""
+    """Unit of length that foreign log-probabilities are divided by. Own ratios are always those of GSPO."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class HACPO(CapabilityAware):
         )
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
-        """omega(j, k) = C_j / C_k for a rollout of source j: the reciprocal of the baseline's."""
+        """omega(j, k) = C_j / C_k for a rollout of source j: the reciprocal of the omega in the baseline."""
         if not self.cross_omega:
             return super().coefficients(source_N, learner, omega_KK)
         return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner])
@@ -154,7 +154,7 @@ class HACPO(CapabilityAware):
         return f"A foreign rollout teaches only inside its band: where s lies between {lower} and 1."
 
     def _omega_sentence(self) -> str | None:
-        """What omega does to weights and baseline; None where options switch off both."""
+        """A sentence on what omega does to weights and baseline; None if the options switch off both."""
         if self.capability.ratio_min == self.capability.ratio_max:
             return None
         effects = []

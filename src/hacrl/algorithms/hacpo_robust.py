@@ -1,14 +1,14 @@
-"""Robust HACPO: GSPO on own rollouts, and what others got right.
+"""Robust HACPO: GSPO on own rollouts, plus the rollouts that other agents got right.
 
-A foreign rollout teaches where it is better than what the learner itself does on that prompt:
+A learner uses a foreign rollout if its reward is above the learner's own mean on that prompt:
 
     A = max(R - mean own reward, 0) / (sigma + 1e-6)        sigma of the rewards of learner and source on the prompt
-    w = min(s, 1) * min(omega(j, k), 1)                     constant: no gradient goes through it
+    w = min(s, 1) * min(omega(j, k), 1)                     no gradient goes through w
     term = w * A * log s
 
-There is no band: a right answer far from what the learner would say counts less, by s, but is never thrown away;
-a wrong one of somebody else is never used. Weights are at most 1. The own part is GSPO's to the bit, and a source's
-terms depend on that source and the learner alone, so an agent without right answers adds exactly nothing. Theory:
+There is no band: a right answer that the learner finds unlikely counts less, by s, but is never discarded. Wrong
+foreign answers are never used. Weights are at most 1. Own rollouts are treated exactly as in GSPO. The terms of a
+source depend only on that source and the learner, so a source without right answers adds exactly 0. Theory:
 docs/algorithm.md, section 18.
 """
 
@@ -41,23 +41,24 @@ class RobustHACPO(CapabilityAware):
 
     name: Literal["hacpo_robust"] = "hacpo_robust"
     cross_weight: float = 1.0
-    """Weight of each source's mean beside the own mean."""
+    """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
     foreign: Literal["right", "all", "centred", "exact"] = "right"
-    """Ablations that also use foreign rollouts worse than the learner's own: `all`; `centred`, compared with the mean
-    of their source; `exact`, with min(p learner / p source, 1) of the whole answer as the weight."""
+    """Which foreign rollouts are used. The ablations also use those worse than the learner's own: `all`; `centred`
+    compares with the mean of the source; `exact` weights them by min(p learner / p source, 1) of the whole answer."""
     truncate: bool = True
-    """False gives every right answer the weight 1 whatever its s: an ablation."""
+    """Whether min(s, 1) is a factor of the weight. False is an ablation: s has no effect on the weight."""
     cross_omega: bool = True
-    """False does not discount sources less able than the learner: an ablation."""
+    """Whether sources with a lower capability than the learner count less. False is an ablation."""
     ratio_unit: Literal["learner", "token"] = "learner"
-    """Both log-probabilities over the learner's token count, or, as published, each over its own: an ablation."""
+    """What log-probabilities are divided by in s: both by the `learner`'s token count or, an ablation that follows the
+    paper, each by its own model's token count (`token`)."""
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
-        """Own ones as in GSPO; 0 for foreign ones where the learner has no reward of its own to compare with."""
+        """Own advantages as in GSPO; foreign ones are 0 on prompts where the learner has no reward of its own."""
         P = int(prompt_N.max()) + 1 if len(prompt_N) else 0
         own_N = source_N == learner
         own = group_advantages(rewards_N[own_N], prompt_N[own_N], self.scale_rewards)
@@ -77,14 +78,14 @@ class RobustHACPO(CapabilityAware):
                 of_source_N = source_N == source
                 compared_N = mean_by(rewards_N[of_source_N], prompt_N[of_source_N], P)[prompt_N]
             better_N = (rewards_N - compared_N) / divisor_N * has_own_P[prompt_N]
-            better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal but for rounding
+            better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal up to rounding
             if self.foreign == "right":
                 better_N = better_N.clamp(min=0)
             advantage_N = torch.where(source_N == source, better_N, advantage_N)
         return Advantages(advantage_N, baseline_N)
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
-        """min(C_j / C_k, 1): a source less able than the learner counts for less, a more able one not for more."""
+        """min(C_j / C_k, 1): a source weaker than the learner counts less, a stronger one does not count more."""
         if not self.cross_omega:
             return super().coefficients(source_N, learner, omega_KK)
         return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner].clamp(max=1.0))

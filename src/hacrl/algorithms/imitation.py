@@ -1,4 +1,4 @@
-"""Imitation: supervised updates on right answers of a run, the learner's own and those of others."""
+"""Imitation: supervised updates on the right answers of a run, from the learner and from other agents."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,36 +9,36 @@ class Imitation:
     """When agents imitate right answers, and how.
 
     An answer is right if its reward is at least `min_reward` and it was not cut off. Each agent keeps the right answers
-    in its own tokens. When it is time, it learns from them in random order; what is maximised is the mean
+    in its own tokens. At the time that `when` sets, it trains on them in random order and maximises the mean
     log-probability of their tokens.
     """
 
     when: Literal["never", "step", "middle", "end"] = "never"
-    """After each step, on the answers of the last `memory` steps; or once, on all answers so far, after half of the
-    steps or after the last."""
+    """When agents imitate: after each `step`, on the answers of the last `memory` steps; or once, on all answers,
+    after half of the steps (`middle`) or after the last (`end`)."""
     answers: Literal["all", "own", "others"] = "all"
     """Whose answers are kept."""
     confidence: float = 0.0
-    """Answers are drawn with the probability p^confidence, p being how likely a token was for the source, on average.
+    """Answers are drawn with the probability p^confidence, where p is the source's probability per token.
 
-    p is the source's probability of the whole answer to the power of 1 / (the learner's tokens). Above 0, answers that
-    are right by luck, which their own source found unlikely, are drawn less often. 0: all alike."""
+    p is the source's probability of the whole answer to the power of 1 / (the learner's tokens). Above 0, lucky
+    answers, which their own source found unlikely, are drawn less often. At 0, all are equally likely."""
     focus: float = 0.0
-    """Answers are drawn with the probability (1 - m)^focus, m being the share of right ones among the learner's own
-    answers to the prompt. Above 0, prompts that the learner solves anyway are practised less. 0: all alike."""
+    """Answers are drawn with the probability (1 - m)^focus, where m is the share of right answers among the learner's
+    own to the prompt. Above 0, prompts that the learner already solves are drawn less often. At 0, all are alike."""
     memory: int = 1
-    """With `step`: of how many steps answers are kept. A step learns from `epochs` times as many answers as it has
-    added, drawn from all that are kept."""
+    """With `step`: answers of this many last steps are kept. After a step, agents train on `epochs` times as many
+    answers as the step added, drawn from all kept answers."""
     min_reward: float = 1.0
-    """From which reward on an answer is right."""
+    """Smallest reward of a right answer."""
     epochs: float = 2.5
-    """Answers learned from, as a multiple of those kept: passes over all of them."""
+    """Passes over the kept answers."""
     batch_size: int = 64
-    """Answers of one update."""
+    """Number of answers per update."""
     rate: float = 3.0
-    """The learning rate, as a multiple of the agent's. Over the updates of `middle` and `end` it falls to 0."""
+    """Learning rate, as a multiple of the agent's. With `middle` and `end` it decays to 0 over the updates."""
     restart: bool = False
-    """With `middle` and `end`: start again from the weights that the run began with."""
+    """With `middle` and `end`: whether imitation starts from the weights at the start of the run."""
 
     def __post_init__(self) -> None:
         for name, most in (("epochs", 10_000), ("rate", 1000), ("batch_size", 1_000_000), ("memory", 1_000_000)):
@@ -56,16 +56,16 @@ class Imitation:
         return reward is not None and reward >= self.min_reward
 
     def keeps(self, step: int, max_steps: int) -> bool:
-        """Whether the right answers of a step are kept: not those that nobody would imitate any more."""
+        """Whether the right answers of this step are kept; False if no later imitation would use them."""
         return self.when != "never" and not (self.when == "middle" and step > middle(max_steps))
 
     def due(self, step: int, max_steps: int) -> bool:
-        """Whether a step ends with imitation."""
+        """Whether agents imitate at the end of this step."""
         last = {"middle": middle(max_steps), "end": max_steps}
         return self.when == "step" or step == last.get(self.when)
 
     def sentence(self) -> str | None:
-        """What is done, for reports."""
+        """A sentence for reports that describes the imitation; None if there is none."""
         if self.when == "never":
             return None
         whose = {"all": "everybody's", "own": "its own", "others": "the other agents'"}[self.answers]
@@ -89,5 +89,5 @@ class Imitation:
 
 
 def middle(max_steps: int) -> int:
-    """The step that ends the first half of a run."""
+    """The last step of the first half of a run."""
     return max(max_steps // 2, 1)

@@ -1,10 +1,10 @@
-"""LUFFY (arXiv 2504.14945): right foreign rollouts as demonstrations in the learner's group.
+"""LUFFY (arXiv 2504.14945): right foreign rollouts join the learner's group as demonstrations.
 
-A prompt's group is the learner's own rollouts and the right ones of the others. A foreign token counts with
-f(pi) = pi / (pi + gamma), pi being its probability under the learner: against the plain probability, unlikely
-tokens get more of the gradient. No clip there; own rollouts are treated as in GSPO. As we read it: the paper's
-demonstrations are all right; here that is a reward above the mean of everybody's on the prompt, and the
-demonstrations enter as a mean over each source's rollouts beside the own mean.
+A prompt's group consists of the learner's own rollouts and the right ones of other agents. A foreign token has the
+weight f(pi) = pi / (pi + gamma), where pi is its probability under the learner: compared with the plain probability,
+unlikely tokens get more of the gradient. Foreign rollouts have no clip; own ones are treated as in GSPO. Our choices:
+the paper's demonstrations are all right, here right means a reward above the mean of all agents on the prompt; and
+the objective adds one mean over the demonstrations of each source to the mean over own rollouts.
 """
 
 import math
@@ -30,7 +30,7 @@ class LUFFY(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     gamma: float = 0.1
-    """gamma in the shaping f(pi) = pi / (pi + gamma)."""
+    """gamma in the weight pi / (pi + gamma) of a foreign token, where pi is its probability under the learner."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class LUFFY(Algorithm):
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
-        """A in the group of own rollouts and right foreign ones; 0 for wrong foreign ones."""
+        """Advantages within the group of own and right foreign rollouts; 0 for wrong foreign rollouts."""
         everybodys = group_advantages(rewards_N, prompt_N)
         used_N = (source_N == learner) | (everybodys.advantage_N > EDGE)
         group = group_advantages(rewards_N[used_N], prompt_N[used_N], self.scale_rewards)

@@ -1,8 +1,8 @@
-"""Naive sharing: GSPO on everybody's rollouts, without HACPO's mechanisms. The paper's negative control.
+"""Naive sharing, the paper's negative control: GSPO on the rollouts of all agents, without HACPO's mechanisms.
 
-One pooled mean and standard deviation, one pooled mean of the terms, no capability. The paper describes it as "shared
-rollouts but lacking the algorithmic innovations in Section 3", which leaves open what the ratio of a foreign rollout
-is taken against. `ratio` offers both readings.
+All agents share one mean and standard deviation of rewards and one mean of the terms; capability is not used. The
+paper describes it as "shared rollouts but lacking the algorithmic innovations in Section 3". This leaves open which
+model's probability is the denominator of a foreign rollout's ratio; `ratio` offers both readings.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class Naive(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     ratio: Literal["source", "own"] = "source"
-    """`source` compares with the source when it sampled, `own` with the learner before its first update of the step."""
+    """Denominator of a foreign ratio: the `source` when it sampled, or the learner before its first update (`own`)."""
 
     @property
     def rescores_foreign(self) -> bool:

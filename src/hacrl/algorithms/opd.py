@@ -1,10 +1,10 @@
-"""On-policy distillation between agents: each learns from its own rollouts, and others say what each token is worth.
+"""On-policy distillation between agents: each learns from its own rollouts, whose tokens other agents score.
 
     A_t = reward_weight * A + weight * mean over teachers of (log p_teacher - log p_learner)
 
-A is GRPO's advantage of the rollout; log p_learner is the one at sampling, without a gradient. Where the teacher has
-another vocabulary, tokens are compared by the smallest spans of equal text (`log_gap`, after arXiv 2606.09456). The
-mean of the difference over the learner's own tokens estimates -KL(learner || teacher). Terms are GRPO's with A_t.
+A is GRPO's advantage of the rollout; log p_learner is taken at sampling and has no gradient. If the teacher has
+another vocabulary, the smallest spans of equal text are compared (`log_gap`, after arXiv 2606.09456). The mean of the
+difference over the learner's own tokens estimates -KL(learner || teacher). The terms are those of GRPO with A_t.
 """
 
 import math
@@ -29,13 +29,13 @@ class OPD(Algorithm):
 
     name: Literal["opd"] = "opd"
     weight: float = 1.0
-    """Weight of what the teachers say."""
+    """Weight of the teachers' scores in the advantage of a token."""
     reward_weight: float = 1.0
-    """Weight of the reward's advantage; 0 is distillation alone."""
+    """Weight of the advantage from rewards; with 0, agents learn by distillation alone."""
     teachers: Literal["all", "stronger"] = "all"
     """Who scores a learner's rollouts: every other agent, or only those with a higher capability C in this step."""
     clamp: float = 10.0
-    """The largest difference of a token to one teacher, either way."""
+    """Limit of the difference of log-probabilities between a teacher and the learner at one token, either way."""
     epsilon: float = 0.2
     epsilon_high: float = 0.28
 

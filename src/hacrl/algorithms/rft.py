@@ -1,11 +1,11 @@
-"""RFT: fine-tuning on the right answers of a run, what most people would try first.
+"""RFT: fine-tuning on the right answers of a run, the method most people would try first.
 
-Agents sample in every step, and a right answer of anybody is kept (`imitation`, whose defaults here are: at the end, on
-everybody's answers, from the weights that the run began with). `reinforce` says when agents also learn by GSPO from
-their own rollouts. The forms that people use:
+Agents sample in every step, and the right answers of all agents are kept. By default agents imitate them at the end,
+starting from the weights at the start of the run (`imitation`). `reinforce` sets when agents also learn by GSPO from
+their own rollouts. Common forms:
 
-    once at the end, on what GSPO sampled     rft                       (the model of GSPO itself is thrown away)
-    the same, on what the models sampled as they were     reinforce: never
+    at the end, on what GSPO sampled          rft                       (the model that GSPO trained is discarded)
+    at the end, on what untrained agents sampled    reinforce: never
     in every step (shared expert iteration)   reinforce: never, imitation.when: step
     before GSPO                               reinforce: after, imitation.when: middle
     from partners after their GSPO            reinforce: before, imitation.answers: others
@@ -23,9 +23,9 @@ from hacrl.algorithms.imitation import Imitation, middle
 class RFT(GSPO):
     name: Literal["rft"] = "rft"  # type: ignore[assignment]
     reinforce: Literal["always", "before", "after", "never"] = "always"
-    """When agents learn by GSPO: in all steps, in the first half of them, in the second half, in none.
+    """When agents learn by GSPO: in all steps, in the first half (`before`), in the second half (`after`), or never.
 
-    With `before`, only answers of the second half are kept."""
+    With `before`, only answers of the second half are kept for imitation."""
     imitation: Imitation = field(default_factory=lambda: Imitation(when="end", restart=True))
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Two models' log-probabilities of one text compared, token by token or by spans of equal text.
+"""Compares the log-probabilities of two models for one text, token by token or by spans of equal text.
 
-Plain Python: for the few tokens of one text that is faster than tensors.
+The code is plain Python, which is faster than tensors for the few tokens of one text.
 """
 
 import math
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 LONGEST_SPAN = 6
-"""Tokens of a span, on either side: in longer ones a sum says little about a single token."""
+"""Most tokens of a span for either model: the sum over a longer span says little about a single token."""
 CERTAIN = -1e-4
-"""A span whose log-probability is above this has none that could be divided among its tokens."""
+"""Spans with a log-probability above this are left out: it is too close to 0 to be divided among tokens."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Reading:
     """Log-probability of each token."""
     ends: Sequence[int] | None = None
     """Where in the text each token ends, never falling; one that ends inside a character ends where the next border is.
-    None: its tokens are those of the model it is compared with."""
+    None: the tokens are those of the model that this reading is compared with."""
 
 
 def common_spans(own_ends: Sequence[int], other_ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """The smallest spans of text that begin and end at token borders of both models, as tokens of each.
+    """The smallest spans of text that begin and end at token borders of both models, as slices of both token lists.
 
-    Tokens without text at the beginning belong to no span, nor do those behind the last common border.
+    Leading tokens without text belong to no span, and neither do tokens after the last common border.
     """
     own, other, begin = 0, 0, 0
     for end in sorted(set(own_ends) & set(other_ends)):
@@ -42,10 +42,10 @@ def common_spans(own_ends: Sequence[int], other_ends: Sequence[int]) -> Iterator
 
 
 def log_gap(own: Reading, other: Reading) -> list[float]:
-    """How much more likely the text is for the other model, for each token of the own one; NaN where it is left out.
+    """How much more likely each token of `own` is for the other model, as a difference of logs; NaN where left out.
 
-    With one vocabulary log p_other - log p_own. Else, with S the sum of a span, (S_other / S_own - 1) log p_own, which
-    is the same where the span is one token for both.
+    With one vocabulary this is log p_other - log p_own. Otherwise it is (S_other / S_own - 1) log p_own, where S is the
+    sum over a span. Both formulas agree if the span is one token for both models.
     """
     if own.ends is None or other.ends is None:
         return [theirs - mine for mine, theirs in zip(own.logps, other.logps, strict=True)]

@@ -1,9 +1,9 @@
-"""Success-gated transfer (Mutual RL, arXiv 2605.07244): GSPO, and others' successes where the learner has none.
+"""Success-gated transfer (Mutual RL, arXiv 2605.07244): GSPO, plus foreign successes where the learner has none.
 
-A rollout is a success if its reward is above the mean of everybody's rewards on that prompt. On prompts
-where the learner has no success of its own, those of the others are learned without importance correction;
-all other foreign rollouts are not used. As we read it: the advantage of what is transferred is the one in
-the group of all agents, and the transfer is a mean over each source's rollouts beside the own mean.
+A rollout is a success if its reward is above the mean reward of all agents on that prompt. On prompts where the
+learner has no success of its own, it learns from foreign successes without importance correction. No other foreign
+rollouts are used. Our choices: the advantage of a transferred rollout is the one in the group of all agents, and the
+objective adds one mean over the rollouts of each source to the mean over own rollouts.
 """
 
 from dataclasses import dataclass, replace
@@ -29,12 +29,12 @@ class SuccessGated(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     transfer_weight: float = 1.0
-    """Weight of the transferred successes beside the own mean."""
+    """Weight of the transferred foreign successes in the objective, beside the mean over own rollouts."""
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
-        """Own rollouts: A in the own group. Transferred ones: A in the group of all agents. Others: 0."""
+        """Advantages in the own group for own rollouts, in the group of all agents for transferred ones, else 0."""
         own = group_advantages(rewards_N, prompt_N * len(omega_KK) + source_N, self.scale_rewards, source_N)
         pooled = group_advantages(rewards_N, prompt_N, self.scale_rewards)
         own_N, success_N = source_N == learner, pooled.advantage_N > EDGE

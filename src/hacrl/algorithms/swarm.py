@@ -1,10 +1,10 @@
-"""Swarm sampling (SAPO of Gensyn, arXiv 2509.08721): whole foreign groups in place of own ones.
+"""Swarm sampling (SAPO of Gensyn, arXiv 2509.08721): whole foreign groups replace own groups.
 
-For a set share of the prompts the learner trains on another agent's group instead of its own, the other
-agents taking turns, so that it trains on as many rollouts as GSPO does. It treats them as its own: each
-group has its own mean and standard deviation, and there is no importance correction. Own groups are
-treated as in GSPO. As we read it: the paper lets each node choose what to take; here the choice follows
-from the number of the prompt, and the trainer numbers the prompts of each step in random order.
+On a fixed share of the prompts, the learner trains on another agent's group instead of its own; the other agents
+take turns. So it trains on as many rollouts as GSPO does. It treats foreign groups like its own: each has its own
+mean and standard deviation, and there is no importance correction. Own groups are treated as in GSPO. Our choice: in
+the paper each node chooses what to take; here the number of the prompt decides, and the trainer numbers the prompts
+of each step in random order.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Swarm(Algorithm):
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
     share: float = 0.5
-    """Share of the prompts on which a foreign group takes the place of the own one."""
+    """Share of the prompts on which a foreign group replaces the own group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,18 +40,18 @@ class Swarm(Algorithm):
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
-        """A within the group of one prompt and source; 0 for groups that are not used."""
+        """Advantages within each group of one prompt and source; 0 for groups that are not used."""
         K = len(omega_KK)
         groups = group_advantages(rewards_N, prompt_N * K + source_N, self.scale_rewards, source_N)
         used_N = source_N == self._chosen(prompt_N, source_N, learner, K)
         return Advantages(groups.advantage_N * used_N, groups.baseline_N)
 
     def _chosen(self, prompt_N: Tensor, source_N: Tensor, learner: int, num_agents: int) -> Tensor:
-        """Whose group is used for the prompt of each rollout; the learner's where the one in turn has none."""
+        """Agent whose group is used for each rollout's prompt; the learner if the agent in turn has no group."""
         others = [j for j in range(num_agents) if j != learner]
         if not others:
             return torch.full_like(source_N, learner)
-        # The small number keeps 10 x 0.1 from falling short of 1.
+        # Adding 1e-9 keeps 10 x 0.1 from being rounded below 1.
         before_N = (prompt_N.double() * self.share + 1e-9).floor().long()
         foreign_N = ((prompt_N.double() + 1) * self.share + 1e-9).floor().long() > before_N
         turn_N = torch.tensor(others, device=source_N.device)[before_N % len(others)]
@@ -65,7 +65,7 @@ class Swarm(Algorithm):
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
-        """1 / the number of rollouts used, which is exact where all groups have the same size."""
+        """1 / the number of rollouts used; exact if all groups have the same size."""
         count_K = torch.bincount(source_N, minlength=learner + 1)
         own = int(count_K[learner])
         foreign = [int(count) for j, count in enumerate(count_K) if j != learner and count]

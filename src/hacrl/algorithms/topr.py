@@ -1,12 +1,12 @@
-"""TOPR (arXiv 2503.14286): right answers as they are, wrong ones as far as the learner would still give them.
+"""TOPR (arXiv 2503.14286): right answers have full weight, wrong ones less if the learner finds them unlikely.
 
-Everybody's rollouts of a prompt are one group, and one rule holds for own and foreign ones:
+The rollouts of all agents on a prompt form one group. One rule holds for own and foreign rollouts:
 
-    term = w A logp / len        w = 1 where A > 0, min(pi / mu, 1) where A < 0; constant
+    term = w A logp / len        w = 1 where A > 0, min(pi / mu, 1) where A < 0; no gradient goes through w
 
-pi / mu is how much more likely the whole answer is for the learner than it was for its source, not its mean over
-tokens as in GSPO. As we read it: the reward less a baseline is the group-relative advantage, and log-probabilities
-are means over tokens, so that a learning rate means the same as for the other algorithms.
+pi / mu is how much more likely the whole answer is for the learner than it was for its source, not a mean over tokens
+as in GSPO. Our choices: the group-relative advantage stands for the reward minus a baseline, and log-probabilities
+are means over tokens, so that a learning rate has the same meaning as in the other algorithms.
 """
 
 from dataclasses import dataclass

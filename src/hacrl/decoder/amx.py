@@ -1,4 +1,4 @@
-"""Virtual machines that report AMX and cannot run it: there the first product in bfloat16 kills the process."""
+"""Workaround for virtual machines that report AMX but crash at the first bfloat16 product."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ LIMIT, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 
 @cache
 def avoid_broken_amx() -> None:
-    """Tried in another process, and switched off if that dies. Has an effect before the first product of this one."""
+    """Try AMX in another process and switch it off if that process crashes. Call this before the first product."""
     cpu = Path("/proc/cpuinfo")
     if LIMIT in os.environ or not cpu.is_file() or "amx_bf16" not in cpu.read_text():
         return

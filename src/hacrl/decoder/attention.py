@@ -1,4 +1,4 @@
-"""The attention function that transformers' decoders call in our place of theirs."""
+"""The attention function that transformers' decoders call instead of their own."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,19 +13,19 @@ NAME = "hacrl"
 
 @dataclass(frozen=True)
 class Rule:
-    """What an architecture's attention does besides the softmax of scaled products."""
+    """Options of an architecture's attention: scale, sliding window and softcap of the scores."""
 
     scale: float
     window: int | None = None
-    """A token sees so many tokens, itself included."""
+    """Number of tokens that a token sees, itself included; None: all before it."""
     softcap: float | None = None
 
 
 class Plan(Protocol):
-    """Knows which token may see which. B rows of S tokens, H heads, K heads of keys and values."""
+    """Decides which tokens see each other. Shapes: B rows of S tokens, H heads, K heads of keys and values."""
 
     def attend(self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
-        """The output, as (B, S, H, D)."""
+        """Compute the attention output, of shape (B, S, H, D)."""
         ...
 
 
@@ -52,7 +52,7 @@ AttentionInterface.register(NAME, attend)
 
 
 def causal_attention(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
-    """Each token sees itself and those before it in its row."""
+    """Attention in which each token sees itself and the tokens before it in its row."""
     S = query_BHSD.shape[2]
     if rule.softcap is None and (rule.window is None or rule.window >= S):
         grouped = query_BHSD.shape[1] != key_BKSD.shape[1]

@@ -1,4 +1,4 @@
-"""An ordinary transformers decoder, taken apart: layers that give hidden states, a projection to logits."""
+"""An ordinary transformers decoder in two parts: layers that give hidden states, and a projection to logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,20 +25,20 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def checkpointed_layers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """Layers with a forward that keeps no activations and computes them again in the backward pass."""
+    """A forward for each checkpointable layer that computes activations again in the backward pass."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     return {layer: partial(_checkpointed, layer.forward) for layer in layers}
 
 
 class CannotDrive(Exception):
-    """The fast paths do not fit this model; the message says why."""
+    """Raised if the fast paths do not work with a model; the message says why."""
 
 
 class Backbone:
-    """Drives a model whose attention goes through transformers' interface; CannotDrive if it does not.
+    """Runs ("drives") a model with our attention function; raises CannotDrive if the model does not support that.
 
-    The model is compared with itself, driven and not, before anything relies on it: on its own weights, so build the
-    backbone while they are in float32, if they ever are.
+    The constructor compares the model's outputs with and without our attention, on the model's own weights. Build the
+    backbone while the weights are in float32, if they ever are.
     """
 
     def __init__(self, model: nn.Module, lean: bool = True) -> None:
@@ -48,7 +48,7 @@ class Backbone:
         self.lock = Lock()
         self.entered = 0
         self.moved = 0
-        """How often weights came to stand elsewhere in memory: graphs captured before are void."""
+        """How often weights were moved in memory; CUDA graphs captured before a move are invalid."""
         self.checkpointing = False
         """Whether layers keep no activations and compute them again in the backward pass."""
         problem = self._difference()
@@ -69,10 +69,9 @@ class Backbone:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """Inside, the model's attention is ours, and so are the layers for which there is a leaner version; the
-        thread's GPU is the model's.
+        """Context in which the model uses our attention and our leaner layers, and the model's GPU is the current one.
 
-        May be entered again inside, and by several threads at a time.
+        The context is reentrant, and several threads may enter it at a time.
         """
         with self.lock:
             self.entered += 1
@@ -115,7 +114,7 @@ class Backbone:
 
     @torch.no_grad()
     def _difference(self) -> str | None:
-        """Two prompts with three completions, driven and not; None if the logits agree."""
+        """Compare logits of two prompts with three completions, with and without our attention; None if they agree."""
         V = self.head.weight_VD.shape[0]
         texts = [[(7 * i + 3 * n + 1) % V for i in range(6 + 5 * n)] for n in range(2)]
         sequences = [(texts[0], [2 % V, 3 % V, 5 % V]), (texts[0], [4 % V] * 5), (texts[1], [1, 6 % V, 2 % V, 7 % V])]
@@ -135,7 +134,7 @@ class Backbone:
         expected_MV = torch.cat(expected).to(driven_MV.dtype)
         gap_MV, spread = (driven_MV - expected_MV).abs(), float(expected_MV.std())
         exact = expected[0].dtype in (torch.float32, torch.float64)
-        # The largest of many roundings to bfloat16 says little.
+        # In bfloat16 the largest of many rounding errors says little, so their mean square is compared.
         tolerance, distance = (1e-3, float(gap_MV.max())) if exact else (5e-2, float(gap_MV.square().mean().sqrt()))
         if not distance <= tolerance * max(spread, 1e-3):
             return f"its logits come out differently with another attention function (by {distance:.2g})"

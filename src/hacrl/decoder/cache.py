@@ -1,4 +1,4 @@
-"""Keys and values while sampling: each prompt's once, and each completion's own; memory that is kept and reused."""
+"""Key-value cache for sampling: each prompt is stored once for all its completions, and memory is reused."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,21 @@ from hacrl.decoder.attention import Rule, causal_attention, soft_capped
 
 @dataclass
 class Store:
-    """The memory of one layer."""
+    """Keys and values of one layer."""
 
     key: Tensor
     value: Tensor
 
     @classmethod
     def like(cls, key_BKSD: Tensor, value_BKSD: Tensor, rows: int, length: int) -> "Store":
-        """Zeros, not just any memory: a kernel may multiply what it masks by 0, and 0 * NaN is NaN."""
+        """Allocate zeros, not uninitialised memory: a kernel may multiply masked values by 0, and 0 * NaN is NaN."""
         K = key_BKSD.shape[1]
         key, value = (x.new_zeros(rows, K, length, x.shape[3]) for x in (key_BKSD, value_BKSD))
         return cls(key, value)
 
 
 class SharedCache:
-    """Room for P prompts of L tokens and for rows with T tokens of their own. Grows when it must, never shrinks."""
+    """Cache for P prompts of L tokens and for rows with T tokens of their own. It grows if needed and never shrinks."""
 
     def __init__(self) -> None:
         self.room = (0, 0, 0, 0)
@@ -32,7 +32,7 @@ class SharedCache:
         self.own: dict[nn.Module, Store] = {}
 
     def reserve(self, P: int, L: int, rows: int, T: int) -> bool:
-        """Make room; True if that gave up the memory there was, with all it held."""
+        """Make room; returns True if the old memory and its contents were discarded."""
         room = tuple(max(has, needs) for has, needs in zip(self.room, (P, L, rows, T), strict=True))
         if room == self.room:
             return False
@@ -54,7 +54,7 @@ class SharedCache:
         return self.own[module]
 
     def select(self, rows_B: Tensor, used: int) -> None:
-        """Keep only these rows' own tokens, in this order."""
+        """Keep the own tokens of these rows only, in this order."""
         for store in self.own.values():
             for part in (store.key, store.value):
                 part[: len(rows_B), :, :used] = part[rows_B, :, :used]
@@ -62,7 +62,7 @@ class SharedCache:
 
 @dataclass
 class Prefill:
-    """Reads P prompts, padded on the right, and keeps their keys and values."""
+    """Attention plan that reads P prompts, padded on the right, and stores their keys and values."""
 
     cache: SharedCache
 
@@ -76,21 +76,21 @@ class Prefill:
 
 @dataclass
 class Decode:
-    """One token more for each of B rows, which stand in the order of their prompts.
+    """Attention plan for the next token of each of B rows, sorted by prompt.
 
-    Prompts are read once for all their rows: the rows' queries are laid out in a grid of P prompts with C cells
-    each, and a prompt's keys meet all its cells in one product.
+    Each prompt is read once for all its rows: queries are arranged in a grid of P prompts with C cells each, and one
+    product multiplies a prompt's keys with all its cells.
     """
 
     cache: SharedCache
     length_P: Tensor
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
     L: int
-    """The longest of them."""
+    """Number of tokens of the longest prompt."""
     prompt_B: Tensor
-    """Which prompt each row continues."""
+    """Index of the prompt that each row continues."""
     t: int = 0
-    """Tokens each row has of its own before this one."""
+    """Number of own tokens that each row has before the new one."""
 
     def __post_init__(self) -> None:
         self.arrange()
@@ -98,7 +98,7 @@ class Decode:
         self.beyond_PL = beyond_PL if bool(beyond_PL.any()) else None
 
     def arrange(self) -> None:
-        """Give each row its cell."""
+        """Assign each row to its cell of the grid."""
         P = len(self.length_P)
         count_P = torch.bincount(self.prompt_B, minlength=P)
         self.C = int(count_P.max())
@@ -108,7 +108,7 @@ class Decode:
         self.full = len(self.prompt_B) == P * self.C
 
     def keep(self, rows_B: Tensor) -> None:
-        """The other rows are finished."""
+        """Continue with these rows only; the others are finished."""
         self.cache.select(rows_B, self.t)
         self.prompt_B = self.prompt_B[rows_B]
         self.arrange()
@@ -139,7 +139,7 @@ class Decode:
         return output.reshape(B, 1, H, -1)
 
     def _unseen(self, rule: Rule) -> Tensor | None:
-        """Which places of its prompt each row does not see: padding, or too far back."""
+        """Mask of prompt positions that each row does not see, padding or outside the window; None if it sees all."""
         unseen_PL = self.beyond_PL
         if rule.window is not None and self.L + self.t >= rule.window:
             position_P1 = (self.length_P + self.t)[:, None]
@@ -148,7 +148,7 @@ class Decode:
         return None if unseen_PL is None else unseen_PL[self.prompt_B]
 
     def _grid(self, x_BKrX: Tensor) -> Tensor:
-        """Rows to (P * K, C * r, X)."""
+        """Arrange rows (B, K, r, X) as a grid (P * K, C * r, X)."""
         P = len(self.length_P)
         _, K, rep, X = x_BKrX.shape
         if not self.full:
@@ -156,7 +156,7 @@ class Decode:
         return x_BKrX.view(P, self.C, K, rep, X).transpose(1, 2).reshape(P * K, self.C * rep, X)
 
     def _rows(self, x: Tensor, K: int, rep: int) -> Tensor:
-        """(P * K, C * r, X) back to rows (B, K, r, X)."""
+        """Arrange a grid (P * K, C * r, X) as rows (B, K, r, X)."""
         P, X = len(self.length_P), x.shape[2]
         x = x.view(P, K, self.C, rep, X).transpose(1, 2).reshape(P * self.C, K, rep, X)
         return x if self.full else x.index_select(0, self.cell_B)

@@ -1,4 +1,4 @@
-"""The GPU that work goes to, and capturing CUDA graphs there, with the reason where it fails."""
+"""Selects the current GPU and captures CUDA graphs on it; errors name the reason of a failed capture."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -8,23 +8,23 @@ from typing import Any
 import torch
 
 STARVED = 512 << 20
-"""With so few bytes free a CUDA library can fail without saying that memory is what it lacks."""
+"""With fewer free bytes than this, a CUDA library can fail without saying that memory is the reason."""
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton and CUDA graphs go to the thread's current GPU, wherever the tensors are."""
+    """Make the device current: Triton and CUDA graphs use the thread's current GPU, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each GPU: torch has one for all, on the GPU that came first."""
+    """The stream for captures on this GPU; torch's default is one stream for all, on the first GPU used."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
-    """What runs inside becomes the graph; torch.OutOfMemoryError if it fails for want of memory."""
+    """Capture what runs inside as the graph; raises torch.OutOfMemoryError if memory runs out."""
     try:
         with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
             yield
@@ -33,13 +33,13 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
 
 
 def cause_of(error: RuntimeError, device: torch.device) -> BaseException:
-    """The end of a capture hides why it failed; other processes may have taken the memory in the meantime."""
+    """The error behind a failed capture, which hides it; other processes may have taken the memory meanwhile."""
     chain: BaseException | None = error
     while chain is not None and not isinstance(chain, torch.OutOfMemoryError):
         chain = chain.__context__
     if chain is not None:
         return chain
-    with suppress(RuntimeError):  # CUDA may be beyond help, and then the error itself is what counts
+    with suppress(RuntimeError):  # if CUDA no longer works, report the original error
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
         if free < STARVED:

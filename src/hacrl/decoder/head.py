@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities, without the full table of logits in memory."""
+"""Computes log-probabilities from hidden states without holding all logits in memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ except ImportError:  # no Triton: not a CUDA machine
     kernels = None  # type: ignore[assignment]
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits in memory at a time: 128 MiB in float32."""
+"""Number of logits in memory at a time: 128 MiB in float32."""
 
 
 @dataclass
 class Head:
-    """How a model turns a hidden state into logits."""
+    """The output layer of a model: turns hidden states into logits."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
@@ -33,7 +33,7 @@ class Head:
         return cls(linear.weight, getattr(linear, "bias", None), float(scale), softcap)
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
-        """In float32, or in float64 for a float64 model."""
+        """Logits in float32, or in float64 for a float64 model."""
         logits_MV = wide_product(hidden_MD, self.weight_VD.t())
         if self.bias_V is not None:
             logits_MV = logits_MV + self.bias_V
@@ -44,7 +44,7 @@ class Head:
     def logprobs(
         self, hidden_MD: Tensor, target_M: Tensor, temperature: float, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """log p(target) at the temperature and the entropy, M of each; the entropy has a gradient if asked for."""
+        """log p(target) and entropy at the temperature, M of each; the entropy has a gradient only if requested."""
         logp_M, entropy_M = _ChunkedLogprobs.apply(
             hidden_MD, self.weight_VD, self.bias_V, target_M, temperature, self.scale, self.softcap, entropy_gradient
         )
@@ -52,7 +52,7 @@ class Head:
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bfloat16 matrices with a float32 result: rounding logits to bfloat16 would cost two digits."""
+    """a @ b with a float32 result for bfloat16 matrices: rounding logits to bfloat16 would lose two digits."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda:
@@ -61,7 +61,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """The logits exist for some rows at a time, once in the forward and once more in the backward pass."""
+    """Computes the logits chunk by chunk, once in the forward pass and again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 delta = (delta + _entropy_gradient(head, logits, norm, entropy, grad_entropy, temperature)).to(delta)
             grad_hidden_MD[start : start + len(hidden)] = delta @ weight_VD
             if grad_weight_VD is None:
-                pass  # the model is frozen but for adapters
+                pass  # only adapters are trained
             elif hidden.dtype == grad_weight_VD.dtype:
                 grad_weight_VD.addmm_(delta.t(), hidden)
             else:
@@ -140,7 +140,7 @@ def _logit_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient with respect to the projection, from that of log p: 1[target] - p, over the temperature."""
+    """Gradient of log p with respect to the projection's output: (1[target] - p) / temperature, times `grad_M`."""
     if logits_MV.is_cuda and logits_MV.dtype == torch.float32 and kernels is not None:
         return kernels.logit_gradient(logits_MV, target_M, norm_M, grad_M, temperature, head.scale, head.softcap, dtype)
     probs_MV = (logits_MV / temperature).sub_(norm_M[:, None]).exp_()
@@ -155,7 +155,7 @@ def _logit_gradient(
 def _entropy_gradient(
     head: Head, logits_MV: Tensor, norm_M: Tensor, entropy_M: Tensor, grad_M: Tensor, temperature: float
 ) -> Tensor:
-    """The gradient with respect to the projection, from that of the entropy H: -p (log p + H), over the temperature."""
+    """Gradient of the entropy H with respect to the projection's output: `grad_M` x -p (log p + H) / temperature."""
     logp_MV = logits_MV / temperature - norm_M[:, None]
     step_M = grad_M * (-head.scale / temperature)
     delta_MV = logp_MV.exp() * (logp_MV + entropy_M[:, None]) * step_M[:, None]
@@ -163,6 +163,6 @@ def _entropy_gradient(
 
 
 def _chunks(vocabulary: int, *tensors: Tensor) -> Any:
-    """The tensors in slices of so many rows that the logits of a slice stay small."""
+    """Split the tensors into slices of rows whose logits fit into `CHUNK_ELEMENTS`."""
     size = max(CHUNK_ELEMENTS // vocabulary, 1)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA: what a token step and a training step would otherwise do in many small launches."""
+"""Triton kernels for CUDA that replace many small launches of a decoding step or a training step."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def _decode_attention_kernel(
     REP: tl.constexpr, D: tl.constexpr, REP_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One row and one key head: its queries meet the prompt's keys, the row's own keys, and the new key."""
+    """Attention of one row and one key head over the prompt's keys, the row's own keys and the new key."""
     b = tl.program_id(0)
     h = tl.program_id(1)
     s = tl.load(slot + b).to(tl.int64)
@@ -39,7 +39,7 @@ def _decode_attention_kernel(
     r = tl.arange(0, REP_BLOCK)
     at_query = query + b * query_b + (h * REP + r)[:, None] * query_h + d[None, :]
     q = tl.load(at_query, mask=(r < REP)[:, None] & in_d[None, :], other=0.0)
-    # The new token first: it is always seen, so the maximum is finite from here on.
+    # Begin with the new token: it is always seen, so the maximum is finite from here on.
     top = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
     if HAS_SOFTCAP:
         top = softcap * (2 / (1 + tl.exp(-2 * top / softcap)) - 1)
@@ -96,7 +96,7 @@ def decode_attention(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """Keep the new keys and values at `step`, and attend; `prompt` is (P, K, L, D) each, `own` (slots, K, T, D)."""
+    """Store the new keys and values at `step`, and attend; `prompt` is (P, K, L, D) each, `own` (slots, K, T, D)."""
     B, H, D = query_BHD.shape
     K = key_BKD.shape[1]
     output_BHD = torch.empty(B, H, D, dtype=query_BHD.dtype, device=query_BHD.device)
@@ -123,15 +123,15 @@ def _sample_kernel(
     V, logits_b, source_b, T, inverse_temperature,
     GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
-    """One row: log-sum-exp and the Gumbel-max sample in one pass over its logits, then the bookkeeping.
+    """Sample the next token of one row: log-sum-exp and Gumbel-max in one pass over its logits, then bookkeeping.
 
-    `source` holds the logits to draw from (those outside top-k and top-p at -inf), `logits` those recorded.
+    The token is drawn from `source` (-inf outside top-k and top-p); log-probabilities are recorded from `logits`.
     """
     b = tl.program_id(0)
     row = tl.load(from_row + b).to(tl.int64)
     s = tl.load(slot + b).to(tl.int64)
     t = tl.load(step)
-    # Random numbers of its own for each completion and token, whatever else is in the batch.
+    # Each completion and token has its own random numbers, whatever else is in the batch.
     key = tl.load(seed) + tl.load(stream + s) * 1048576 + t
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -194,7 +194,7 @@ def sample_tokens(
     stop_ids: Tensor,
     temperature: float,
 ) -> None:
-    """Choose each row's next token, note it at `step` in its slot, and mark rows that end with it."""
+    """Choose each row's next token, record it at `step` in the row's slot, and mark rows that end with it."""
     V = logits_RV.shape[1]
     greedy = temperature == 0
     _sample_kernel[(len(token_B),)](
@@ -214,7 +214,7 @@ def _rotate_kernel(
     x, cos, sin, output, x_s, x_h, output_s, output_h, cos_s,
     H: tl.constexpr, HALF: tl.constexpr, H_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """One token: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of each head."""
+    """Rotate one token: (a, b) -> (a cos - b sin, b cos + a sin), where a and b are the halves of each head."""
     s = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, H_BLOCK)[:, None]
     d = tl.arange(0, HALF_BLOCK)[None, :]
@@ -277,7 +277,7 @@ def swiglu(gate_SF: Tensor, up_SF: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_SF: Tensor, up_SF: Tensor, grad_SF: Tensor) -> Tensor:
-    """The gradients of gate and up, side by side in one table (S, 2 F)."""
+    """Gradients of gate and up, side by side in one tensor (S, 2 F)."""
     S, F = gate_SF.shape
     both = torch.empty(S, 2 * F, dtype=gate_SF.dtype, device=gate_SF.device)
     BLOCK = min(1024, triton.next_power_of_2(F))
@@ -293,7 +293,7 @@ def swiglu_backward(gate_SF: Tensor, up_SF: Tensor, grad_SF: Tensor) -> Tensor:
 
 @triton.jit
 def _logprob_kernel(logits, target, logp, norm, entropy, V, logits_m, inverse_temperature, BLOCK: tl.constexpr):
-    """One row: log-sum-exp, the target's log-probability and the entropy in one pass."""
+    """Log-sum-exp, the target's log-probability and the entropy of one row in one pass."""
     m = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -334,7 +334,7 @@ def _logit_gradient_kernel(
     logits, target, norm, grad, output, V, logits_m, output_m, inverse_temperature, factor, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of one row: the gradient with respect to what the projection gives."""
+    """Gradient with respect to the projection's output, for one block of one row."""
     m = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = v < V

@@ -1,4 +1,4 @@
-"""Leaner versions of the layers most decoders are made of; in place only while a `Backbone` drives the model.
+"""Faster versions of the usual decoder layers, in use only while a `Backbone` drives the model.
 
 A replacement computes what the layer's own code does, in fewer passes over memory: one product for queries, keys and
 values, one for gate and up, fused norms, rotations and gates. `Backbone` compares the outputs before it relies on them.
@@ -23,12 +23,12 @@ Forward = Callable[..., Any]
 
 
 def has_kernels() -> bool:
-    """Whether there is Triton, which the kernels for CUDA need."""
+    """Whether Triton is installed, which the CUDA kernels need."""
     return kernels is not None
 
 
 class LeanLayers:
-    """A leaner forward for each module of a model that has one."""
+    """The faster forward functions for the modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.joined: list[Joined] = []
@@ -39,7 +39,7 @@ class LeanLayers:
                 self.forwards[module] = forward
 
     def refresh(self) -> bool:
-        """Join what has come apart since, for example by a change of dtype; True if anything had."""
+        """Join weights again that were separated, for example by a change of dtype; returns True if any were."""
         apart = [joined for joined in self.joined if not joined.intact]
         for joined in apart:
             joined.join()
@@ -47,10 +47,10 @@ class LeanLayers:
 
 
 class Joined:
-    """Linear layers with the same input as one: their weights become slices of one matrix, without a copy of their own.
+    """Several linear layers with the same input, run as one: their weights become slices of one matrix, not copies.
 
-    The layers keep their parameters. Where a gradient is needed the matrix is put together on the spot, so that it
-    reaches them.
+    The layers keep their parameters. If a gradient is needed, each call concatenates the parameters, so that the
+    gradient reaches them.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
@@ -62,7 +62,7 @@ class Joined:
         self.weight, self.bias = self._join("weight"), self._join("bias")
 
     def release(self) -> None:
-        """Hold on to no memory while the layers have no weights."""
+        """Release the joined matrix while the layers have no weights."""
         self.weight = self.bias = None
 
     def _join(self, name: str) -> Tensor | None:
@@ -81,7 +81,7 @@ class Joined:
 
     @property
     def intact(self) -> bool:
-        """Whether the parameters are still the slices; moving or replacing them undoes that."""
+        """Whether the parameters are still slices of the joined matrix; moving or replacing them ends this."""
         if self.weight is None:
             return False
         weights = [layer.weight for layer in self.layers]
@@ -97,7 +97,7 @@ class Joined:
 
 
 def are_neighbours(parts: list[Tensor]) -> bool:
-    """Whether tensors are neighbouring slices of one."""
+    """Whether the tensors are adjacent slices of one tensor."""
     place, memory = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for part in parts:
         if part.data_ptr() != place or part.untyped_storage().data_ptr() != memory:
@@ -114,7 +114,7 @@ def joinable(layers: list[Any]) -> bool:
 
 
 def lean_norm(module: nn.Module) -> Forward | None:
-    """Root-mean-square norms, with weight w as in Llama or 1 + w as in Gemma."""
+    """Fused forward of a root-mean-square norm with weight w, as in Llama, or 1 + w, as in Gemma; None for others."""
     weight: Any = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or eps is None:
@@ -138,7 +138,7 @@ def _rms_norm(module: Any, shape: tuple[int, ...], shift: float, eps: float, x: 
 
 
 def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
-    """Attention with separate q, k and v projections and a rotation of whole heads by halves."""
+    """Faster forward of attention with separate q, k and v projections and whole heads rotated by halves, or None."""
     attention: Any = module
     if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")):
         return None
@@ -150,7 +150,7 @@ def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
     if (q_norm is None) != (k_norm is None):
         return None
     if not hasattr(attention, "sliding_window") and getattr(attention.config, "sliding_window", None):
-        return None  # the module's own code decides where the window holds
+        return None  # only the module's own code knows which layers have the window
     project = Joined(layers)
     joined.append(project)
     H, K = (layer.out_features // D for layer in layers[:2])
@@ -164,7 +164,7 @@ def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
             return original(hidden_states, position_embeddings, *args, **kwargs)
         B, S, _ = hidden_states.shape
         cos, sin = (x.expand(B, S, D).reshape(B * S, D) for x in position_embeddings)
-        if q_norm is None or k_norm is None:  # queries and keys stand side by side, so they turn together
+        if q_norm is None or k_norm is None:  # queries and keys are adjacent, so one call rotates both
             turned, value = project(hidden_states).split([H * D + K * D, K * D], dim=2)
             turned = rotate(turned.view(B * S, H + K, D), cos, sin).view(B, S, H + K, D)
             query, key = turned.split([H, K], dim=2)
@@ -187,7 +187,7 @@ def rotate(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation by halves; its gradient is the rotation back."""
+    """Rotary embedding by halves; its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _rotated(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor
 
 
 def lean_mlp(module: nn.Module, joined: list[Joined]) -> Forward | None:
-    """down(silu(gate(x)) * up(x))."""
+    """Faster forward of a gated MLP, down(silu(gate(x)) * up(x)), or None."""
     mlp: Any = module
     if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return None
@@ -237,7 +237,7 @@ def lean_mlp(module: nn.Module, joined: list[Joined]) -> Forward | None:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of gate and up side by side; only these two are kept for the gradient."""
+    """silu(gate) * up, with gate and up side by side in one tensor, which is all that is kept for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, both_SG: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Completions and their prompts as one row of tokens: no padding, every distinct prompt once."""
+"""Packs completions and their prompts into one row of tokens, without padding and with each distinct prompt once."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from hacrl.decoder.attention import Rule, causal_attention
 
 @dataclass
 class Packed:
-    """M completion tokens to predict, from one row of S tokens that holds each distinct prompt once.
+    """A batch of M completion tokens to predict, as one row of S tokens that holds each distinct prompt once.
 
-    A completion's last token predicts nothing, so it is not in the row.
+    The row does not contain the last token of a completion, because it predicts nothing.
     """
 
     shape: tuple[int, int]
-    """(N, T): completions, and tokens of the longest."""
+    """(N, T): the number of completions, and of tokens in the longest."""
     ids_S: Tensor
     position_S: Tensor
-    """Position in the token's own sequence, prompt included."""
+    """Position of each token in its own sequence, prompt included."""
     from_M: Tensor
-    """Where in the row the hidden state that predicts each completion token stands."""
+    """Index in the row of the hidden state that predicts each completion token."""
     target_M: Tensor
     at_M: Tensor
-    """Where in an (N, T) table of completions each of the M tokens belongs."""
+    """Index of each of the M tokens in a flattened (N, T) table of completions."""
     rows_NR: Tensor
-    """Each completion's sequence, prompt first, as places in the row; padded on the right."""
+    """Indices in the row of each completion's sequence, prompt first; padded on the right."""
     back_S: Tensor
-    """Where in the flattened `rows_NR` the output of each token of the row is taken from."""
+    """Index in the flattened `rows_NR` from which the output of each token of the row is taken."""
     again_A: Tensor
-    """Where tokens stand once more: those of prompts with several completions."""
+    """Indices in the flattened `rows_NR` of repeated tokens, from prompts with several completions."""
     again_from_A: Tensor
-    """Which tokens these are."""
+    """Index in the row of each repeated token of `again_A`."""
     windowed: bool = False
     """Whether a layer has asked for a sliding window."""
 
@@ -65,12 +65,12 @@ class Packed:
         is_last[length_N.cumsum() - 1] = True
         ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in distinct), tokens[~is_last]])
 
-        # Completion n's sequence: its prompt's places, then its own.
+        # The sequence of completion n: indices of its prompt, then its own.
         column_R = np.arange(R)
         inside_NR = column_R < (prompt_N + own_N)[:, None]
         in_prompt_NR = column_R < prompt_N[:, None]
         rows_NR = np.where(in_prompt_NR, first_N[:, None] + column_R, (start_N - prompt_N)[:, None] + column_R)
-        rows_NR[~inside_NR] = 0  # nothing sees what stands behind a sequence
+        rows_NR[~inside_NR] = 0  # nothing sees the padding after a sequence
         position_S, back_S = (np.empty(len(ids_S), dtype=np.int64) for _ in range(2))
         position_S[rows_NR[inside_NR]] = np.broadcast_to(column_R, (N, R))[inside_NR]
         back_S[rows_NR[inside_NR]] = np.flatnonzero(inside_NR)
@@ -88,9 +88,9 @@ class Packed:
         return cls((N, T), *moved)
 
     def padded(self, S: int, M: int, N: int, R: int, A: int) -> "Packed":
-        """A copy in larger tables, so that batches of many shapes become few. R must leave a place at each row's end.
+        """A copy padded to larger tensors, so that there are fewer shapes. R must leave a free place at each row's end.
 
-        What is added is read by nothing and has no gradient: unused tokens, unused rows, predictions nobody takes.
+        The added tokens, rows and predictions are never read and have no gradient.
         """
 
         def fill(x: Tensor, size: int, value: int) -> Tensor:
@@ -115,9 +115,9 @@ class Packed:
         )
 
     def attend(self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
-        """Every completion attends in a row of its own, where its prompt's tokens stand first.
+        """Attention in which every completion has a row of its own that begins with its prompt.
 
-        The prompt's outputs come out the same in each of its rows; they are taken from one.
+        The outputs of a prompt are the same in each of its rows, so they are taken from one row.
         """
         self.windowed |= rule.window is not None
         query, key, value = (self._rows(x) for x in (query_BHSD, key_BKSD, value_BKSD))
@@ -133,7 +133,7 @@ class Packed:
         return rows_NRHD.transpose(1, 2)
 
     def table(self, values_M: Tensor) -> Tensor:
-        """Values of the completion tokens as an (N, T) table, 0 where there is no token."""
+        """Arrange values of the completion tokens as an (N, T) table, 0 where there is no token."""
         N, T = self.shape
         return values_M.new_zeros(N * T).index_copy(0, self.at_M, values_M[: len(self.at_M)]).view(N, T)
 
@@ -143,7 +143,7 @@ class Packed:
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens to rows. The way back is mostly a lookup: only shared prompts have to be summed."""
+    """Copies tokens into rows. The backward pass is mostly a lookup: only gradients of shared prompts are summed."""
 
     @staticmethod
     def forward(ctx: Any, x_SHD: Tensor, rows: Tensor, back_S: Tensor, again_A: Tensor, again_from_A: Tensor) -> Tensor:

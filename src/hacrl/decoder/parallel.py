@@ -1,4 +1,4 @@
-"""Small models on a CPU: whole batches side by side, because single operations are too short to share out."""
+"""Runs whole batches in parallel for small models on a CPU, whose single operations are too short to split."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 SMALL = 20_000_000
-"""Parameters up to which a model counts as small."""
+"""Largest number of parameters of a small model."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def works_side_by_side(model: nn.Module) -> bool:
-    """Whether it is a small model on a CPU."""
+    """Whether batches of this model run in parallel: it is small and on a CPU."""
     parameters = list(model.parameters())
     return parameters[0].device.type == "cpu" and sum(parameter.numel() for parameter in parameters) <= SMALL
 
 
 def use_threads(count: int) -> None:
-    """For all that torch does in this thread. First a question: its first one takes what another thread said last."""
+    """Set torch's threads for this thread, after a first read, which takes over what another thread set last."""
     torch.get_num_threads()
     torch.set_num_threads(count)
 
@@ -30,7 +30,7 @@ def use_threads(count: int) -> None:
 def side_by_side(
     work: Callable[[Item, bool], Result], items: Sequence[tuple[Item, bool]], workers: int
 ) -> list[Result]:
-    """The results of all items in order. Each worker is one thread that uses one thread of torch."""
+    """Work on all items in parallel and return the results in order. Each worker uses one thread of torch."""
     workers = min(workers, len(items))
     if workers <= 1:
         return list(starmap(work, items))
@@ -39,4 +39,4 @@ def side_by_side(
         with ThreadPoolExecutor(workers, initializer=use_threads, initargs=(1,)) as pool:
             return list(pool.map(work, *zip(*items, strict=True)))
     finally:
-        torch.set_num_threads(threads)  # a part of the setting is common to all threads
+        torch.set_num_threads(threads)  # part of the setting is shared by all threads

@@ -1,6 +1,6 @@
-"""Log-probabilities of given completions under a model, plainly: padded rows, and all logits in memory.
+"""Plain log-probabilities of given completions under a model: padded rows, and all logits in memory.
 
-The reference that `hacrl.decoder.scoring` is tested against, and what runs where that cannot: see `fast`.
+`hacrl.decoder.scoring` is tested against this module, which also runs where the fast one cannot: see `fast`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How a model is run: driven by us where that is possible, plainly where it is not, in batches that fit memory."""
+"""Runs a model: by the fast paths if they work with it, plainly if not, in batches that fit into memory."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +17,17 @@ from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
 from hacrl.errors import TrainingDiverged, UserError, warn
 
 Score = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], float], TokenLogprobs]
-"""Prompts, completions and a temperature to log-probabilities."""
+"""A function from prompts, completions and a temperature to log-probabilities."""
 
 CPU_BATCH_TOKENS = 2048
 CUDA_BATCH_TOKENS = 16384
-"""More in one pass makes nothing faster: on a CPU activations leave the caches, a GPU is busy."""
+"""Most tokens of one pass. More is not faster: on a CPU activations leave the caches, and a GPU is already busy."""
 MEMORY_SHARE = 0.5
-"""Share of the free memory for the activations of one pass; the rest is for what the estimate leaves out."""
+"""Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that could be had now; on systems that do not tell, what any computer has."""
+    """Bytes of memory that are free now; 4e9 on systems that do not report it."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
@@ -38,13 +38,13 @@ def free_memory(device: torch.device) -> float:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter: all of it, unless it is sharded."""
+    """The part of a parameter that this process holds: all of it, unless the parameter is sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager
 def naming(config: AgentConfig, updates: int) -> Iterator[None]:
-    """Say whose logits are not finite: those of the model as it was given, or as training has made it."""
+    """Make errors about non-finite logits say whether the model was given that way or training caused it."""
     try:
         yield
     except TrainingDiverged as error:
@@ -56,7 +56,7 @@ def naming(config: AgentConfig, updates: int) -> Iterator[None]:
 
 
 class Policy:
-    """A model with the means to sample from it and to score texts with it."""
+    """A model that can be sampled from and can score texts."""
 
     def __init__(
         self,
@@ -98,16 +98,16 @@ class Policy:
 
     @property
     def workers(self) -> int:
-        """Batches to work on at the same time."""
+        """Number of batches to work on at the same time."""
         return torch.get_num_threads() if self.side_by_side else 1
 
     # --- memory ------------------------------------------------------------------------------------
 
     def choose_batch_tokens(self) -> int:
-        """Tokens of one pass, by the memory that is free now; checkpointing is switched on where it is needed."""
+        """Choose the tokens of one pass from the memory free now; switches on checkpointing if it is needed."""
         device = next(self.model.parameters()).device
         most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_memory(device)
-        # Adam's moments come with the first update, and the own part of the gradient is kept for a while.
+        # The first update allocates Adam's moments, and the gradient of own rollouts is kept for a while.
         free -= 12 * sum(local(parameter).numel() for parameter in self.model.parameters() if parameter.requires_grad)
         longest = self.config.max_prompt_length + self.config.max_completion_length
         fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
@@ -121,7 +121,7 @@ class Policy:
         return min(max(fits, 1), most)
 
     def bytes_per_token(self) -> int:
-        """What a token in a pass keeps until the backward pass: an estimate on the safe side."""
+        """Bytes of activations that one token keeps until the backward pass; a conservative estimate."""
         text = self.model.config.get_text_config()  # type: ignore[operator,union-attr]
         width = int(text.hidden_size)
         inner = int(getattr(text, "intermediate_size", None) or 4 * width)
@@ -133,7 +133,7 @@ class Policy:
         return size * layers * layer
 
     def free_memory(self) -> None:
-        """After running out of it."""
+        """Release captured graphs and cached GPU memory, after memory ran out."""
         if isinstance(self.scorer, GraphedScorer):
             self.scorer.forget()
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Log-probabilities of given completions under a model, fast: the learner's side of every ratio."""
+"""Fast log-probabilities of given completions under a model: the learner's side of every ratio."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ class TokenLogprobs:
     logp_NT: Tensor
     mask_NT: Tensor
     entropy_NT: Tensor
-    """Entropy of the next-token distribution at each position; with a gradient only if the scorer was asked for it."""
+    """Entropy of the next-token distribution at each position; it has a gradient only with `entropy_gradient`."""
 
 
 class Scorer:
-    """One packed row of tokens, each distinct prompt once, and no table of all logits."""
+    """Scores completions in one packed row of tokens: each distinct prompt once, and never all logits in memory."""
 
     def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
         self.backbone, self.entropy_gradient = backbone, entropy_gradient
@@ -45,7 +45,7 @@ class Scorer:
 
 @dataclass
 class Captured:
-    """The forward and the backward pass of one shape as CUDA graphs, and the tensors they read and write."""
+    """CUDA graphs of the forward and backward pass for one shape, and the tensors they read and write."""
 
     packed: Packed
     logp_M: Tensor
@@ -62,9 +62,9 @@ class Captured:
 
 
 class GraphedScorer(Scorer):
-    """A `Scorer` on CUDA: each pass is replayed as a graph, at one launch; shapes are rounded up so that they are few.
+    """A `Scorer` on CUDA that replays each pass as a graph, in one launch; shapes are rounded up so that they are few.
 
-    The backward graph adds to the parameters' `grad` tensors, which must stay the same: zero them, do not drop them.
+    The backward graph adds to the parameters' `grad` tensors, so these must persist: zero them, never set them to None.
     """
 
     def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
@@ -74,12 +74,12 @@ class GraphedScorer(Scorer):
         self.moved = backbone.moved
         self.pool = torch.cuda.graph_pool_handle()
         self.anchor = torch.zeros((), device=backbone.device, requires_grad=True)
-        # In a small model a pass of fewer tokens takes as long, and each new shape is a capture.
+        # In a small model a pass of fewer tokens is not faster, and each new shape needs a capture.
         parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
         self.least = 1024 if parameters < 2.5e8 else 256
 
     def forget(self) -> None:
-        """Give the graphs' memory back."""
+        """Drop all captured graphs and free their memory."""
         self.captured.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -87,7 +87,7 @@ class GraphedScorer(Scorer):
         if self.moved != self.backbone.moved:
             self.moved = self.backbone.moved
             self.forget()
-        if self.entropy_gradient and torch.is_grad_enabled():  # the backward graph has the gradient of logp alone
+        if self.entropy_gradient and torch.is_grad_enabled():  # the backward graph has only the gradient of logp
             return super()._score(packed, temperature)
         packed = packed.padded(*common_shape(packed, self.least))
         key = (packed.ids_S.shape, packed.rows_NR.shape, packed.again_A.shape, temperature, torch.is_grad_enabled())
@@ -126,7 +126,7 @@ class GraphedScorer(Scorer):
 
 @contextmanager
 def fresh_leaves(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Other parameters on the same memory: autograd ties a parameter to the stream it was first used on."""
+    """Use other parameters on the same memory: autograd ties a parameter to the stream of its first use."""
     leaves: dict[nn.Parameter, nn.Parameter] = {}
     places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
     for module, name, parameter in places:
@@ -159,9 +159,9 @@ class _Replay(torch.autograd.Function):
 
 
 def common_shape(packed: Packed, least: int = 256) -> tuple[int, int, int, int, int]:
-    """S, M, N, R and A of `Packed.padded`: a third larger at most, and few enough to come again and again.
+    """Sizes S, M, N, R and A for `Packed.padded`: at most a third larger, and few different ones, so that they recur.
 
-    Those below `least` tokens are all of one size.
+    All batches below `least` tokens have one size.
     """
     N, R = packed.rows_NR.shape
     tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), least))
@@ -171,7 +171,7 @@ def common_shape(packed: Packed, least: int = 256) -> tuple[int, int, int, int, 
 
 
 def bucket(n: int) -> int:
-    """The next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, ..."""
+    """Round up to the next of 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, ..."""
     size = 1
     while size < n:
         size *= 2

@@ -1,4 +1,4 @@
-"""What the trainer asks of whoever runs the agents, in this process or elsewhere."""
+"""The interface between the trainer and the agents, which run in this process or elsewhere."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 class AgentLost(UserError):
-    """The process or the node of an agent is gone, and with it what the agent had learned since the last checkpoint."""
+    """Raised if an agent's process or node is gone, with everything the agent learned since the last checkpoint."""
 
 
 def files_of(checkpoint: Path, agent_id: str) -> tuple[Path, Path]:
@@ -28,34 +28,34 @@ def files_of(checkpoint: Path, agent_id: str) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Timed(Generic[Answer]):
-    """An agent's answer, and how long it took."""
+    """An agent's answer, and how many seconds it took."""
 
     value: Answer
     seconds: float
 
 
 class Executor(ABC):
-    """Asks the agents. Answers are lists with one entry for each agent."""
+    """Runs calls on the agents. Answers are lists with one entry for each agent."""
 
     peak_memory: list[float | None]
-    """GiB of GPU memory, the largest so far while each agent worked; None on a CPU, which agents share."""
+    """Peak GPU memory so far while each agent worked, in GiB; None on a CPU, whose memory the agents share."""
 
     @abstractmethod
     def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
-        """Call a method of every agent, with the same arguments and then with the agent's own."""
+        """Call a method of every agent with the `common` arguments, followed by the agent's own from `each`."""
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self.ask("check_prompts", problems)
 
     def traits(self, problem: Problem) -> list[Traits]:
-        """How each agent reads and writes text; the problem is one of the run's."""
+        """How each agent reads and writes text, tried on one problem of the run."""
         return [answer.value for answer in self.ask("traits", problem)]
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Timed[list[Rollout]]]:
         return self.ask("sample", problems, step, sampling_round)
 
     def score(self, requests: Sequence[Sequence[Rollout]]) -> list[Timed[list[Reading | None]]]:
-        """What each agent says of the rollouts that it is asked about, as `Agent.score`."""
+        """Score rollouts: each agent scores its own list of requests with `Agent.score`."""
         return self.ask("score", each=requests)
 
     def learn(self, lessons: Sequence[Lesson]) -> list[Timed[LearnResult]]:
@@ -69,9 +69,9 @@ class Executor(ABC):
         lessons: Sequence[Lesson],
         on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
     ) -> list[Timed[LearnResult]]:
-        """Every agent samples for `step`, then learns from its lesson of the step before, whatever others do.
+        """Every agent samples for `step`, then learns from its lesson of the step before, without waiting for others.
 
-        `on_sampled` gets all rollouts as soon as they are there, while agents learn.
+        `on_sampled` receives all rollouts as soon as they are complete, while agents learn.
         """
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[Timed[list[str]]]:
@@ -84,8 +84,8 @@ class Executor(ABC):
     def load(self, folder: Path) -> None: ...
     @abstractmethod
     def run_peak_memory(self) -> float:
-        """GiB of all agents together."""
+        """Peak memory of all agents together, in GiB."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was started for the agents."""
+        """End all processes that were started for the agents."""

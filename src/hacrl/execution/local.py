@@ -1,4 +1,4 @@
-"""All agents in this process: side by side on a CPU, one after the other on a GPU."""
+"""Runs all agents in this process: in parallel on a CPU, one after the other on a GPU."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,14 +22,14 @@ from hacrl.tasks.problem import Problem
 AnyAgent = Agent | ShardedAgent
 
 THREADS = torch.get_num_threads()
-"""Before the agents of a run share them: a second run in this process starts from as many."""
+"""Torch's threads before the agents of a run divide them, so that a second run in this process has as many."""
 
 
 class LocalExecutor(Executor):
-    """Runs what the trainer asks of the agents."""
+    """Runs the trainer's calls on agents in this process."""
 
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
-        """`on_agent` is told which agent starts (True) or ends (False) its part of a call."""
+        """`on_agent(id, busy)` is called when an agent starts (True) or ends (False) its part of a call."""
         self.on_agent = on_agent or (lambda agent, busy: None)
         bases: Bases = {}
         self.agents: list[AnyAgent] = []
@@ -42,7 +42,7 @@ class LocalExecutor(Executor):
         keep_freed_memory()
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
         self.workers = min(len(self.agents), THREADS) if on_cpu else 1
-        # Small models gain more from working side by side than from several threads each.
+        # Small models gain more from running in parallel than from several threads each.
         self.threads = THREADS // self.workers
         use_threads(self.threads)
 

@@ -1,4 +1,4 @@
-"""What work took, in time and memory, and what the C library does with memory that is freed."""
+"""Measures time and memory of work, and sets what the C library does with freed memory."""
 
 import ctypes
 import resource
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: torch frees and asks for the same large blocks in every step.
+    """Let glibc keep freed memory, because torch frees and allocates the same large blocks in every step.
 
-    Otherwise each block goes back to the kernel and returns as fresh pages, which it has to clear first: a fifth to a
-    quarter of the time of a training step on a CPU. Other C libraries are left as they are.
+    Otherwise each block goes back to the kernel, which has to clear the pages before it returns them: a fifth to a
+    quarter of the time of a training step on a CPU. With other C libraries this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -33,8 +33,8 @@ def keep_freed_memory() -> None:
 
 
 def peak_resident_gib() -> float:
-    """The most memory this process has had."""
-    if sys.platform.startswith("linux"):  # where getrusage would start from what the parent had
+    """Peak resident memory of this process, in GiB."""
+    if sys.platform.startswith("linux"):  # where getrusage would include the parent's peak
         status = Path("/proc/self/status").read_text("ascii")
         line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) / 2**20
@@ -43,7 +43,7 @@ def peak_resident_gib() -> float:
 
 
 def measured(device: torch.device, work: Callable[[], T]) -> tuple[T, float, float | None]:
-    """The result, seconds, and the peak in GiB of the GPU's memory; None on a CPU."""
+    """Run `work` and return its result, its seconds, and the peak GPU memory in GiB, or None on a CPU."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

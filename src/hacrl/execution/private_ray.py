@@ -17,15 +17,15 @@ from hacrl.errors import warn
 
 LOOPBACK = "127.0.0.1"
 LONGEST = 30
-"""Bytes of the path of the temporary folder: the path of a Unix socket has at most 107, and Ray adds 77."""
+"""Most bytes in the path of the temporary folder: a Unix socket path has at most 107, and Ray adds 77."""
 OWNER = "owner"
-"""The file in the folder that the process which started it keeps locked as long as it lives."""
+"""Name of the file in the folder that the process which started Ray keeps locked while it lives."""
 ENDING = 10.0
-"""Seconds for Ray's processes to write their last lines."""
+"""Seconds that Ray's processes get to finish writing before `remove` gives up."""
 
 
 def start(**options: Any) -> Path:
-    """Start it and connect to it; returns the folder of its sockets and logs, which belongs to it alone."""
+    """Start a Ray instance and connect to it; returns the folder of its sockets and logs, which nothing else uses."""
     place = _short_folder()
     _clear_away(place)
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=place))
@@ -58,29 +58,29 @@ def remove(folder: Path) -> None:
 
 
 def leave(folder: Path) -> None:
-    """Leave the folder to the user, who was told of its logs: the next start does not remove it."""
+    """Keep the folder for the user, who was told about its logs: the next start does not remove it."""
     (folder / OWNER).unlink(missing_ok=True)
 
 
 def _take(folder: Path) -> None:
-    """Lock the folder's owner file until this process ends; it has its name only once it is locked."""
+    """Lock the folder's owner file until this process ends; the file gets its name only after it is locked."""
     file = os.open(folder / "new", os.O_CREAT | os.O_WRONLY)
     fcntl.flock(file, fcntl.LOCK_EX)
     (folder / "new").rename(folder / OWNER)
 
 
 def _clear_away(place: str) -> None:
-    """Remove the folders of instances whose process was killed: nobody locks their owner file any more."""
+    """Remove the folders of instances whose process was killed: their owner files are no longer locked."""
     for owner in Path(place).glob(f"ray-*/{OWNER}"):
-        with suppress(OSError), owner.open("rb") as file:  # locked, gone, or somebody else's
+        with suppress(OSError), owner.open("rb") as file:  # locked, gone, or of another user
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let Ray take the loopback address that it is given, and listen there alone. On Linux it replaces it by one that
-    other machines reach, unless its constant says that clusters are not supported, as on macOS."""
+    """Make Ray listen on the given loopback address only. On Linux, Ray replaces it by an address that other machines
+    can reach, unless its constant says that clusters are not supported, as on macOS."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

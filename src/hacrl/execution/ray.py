@@ -1,4 +1,4 @@
-"""Every agent in a process of its own, or with `fsdp` in several, on one machine or on a cluster, by Ray."""
+"""Runs every agent in its own process, or with `fsdp` in several, on one machine or on a cluster, by Ray."""
 
 import logging
 import os
@@ -44,12 +44,12 @@ LOST = (
     exceptions.WorkerCrashedError,
 )
 NOTICE = 30.0
-"""Seconds for Ray to notice that a rank is gone after another has failed to reach it."""
+"""Seconds that Ray gets to notice a lost rank after another rank has failed to reach it."""
 
 
 @dataclass
 class Worker:
-    """A process of an agent, seen from here."""
+    """The driver's handle of one process of an agent."""
 
     agent: int
     rank: int
@@ -58,10 +58,10 @@ class Worker:
 
 
 class RayExecutor(Executor):
-    """All agents work at once. Rollouts are put into Ray's object store, once for all who learn from them."""
+    """Runs all agents at once. Rollouts are put into Ray's object store, once for all agents that use them."""
 
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
-        """`on_agent` is told which agent starts (True) or ends (False) its part of a call."""
+        """`on_agent(id, busy)` is called when an agent starts (True) or ends (False) its part of a call."""
         self.config, self.on_agent = config, on_agent or (lambda agent, busy: None)
         self.ids = [agent.id for agent in config.agents]
         self.peak_memory: list[float | None] = [None] * len(self.ids)
@@ -69,11 +69,11 @@ class RayExecutor(Executor):
         self.workers: list[Worker] = []
         self.samplers: list[Any] = []
         self.folder: Path | None = None
-        """Sockets and logs of a private Ray instance."""
+        """Folder with sockets and logs of a private Ray instance; None with a cluster."""
         self.lost = False
         state = random.getstate()
         self._connect()
-        random.setstate(state)  # Ray draws from it
+        random.setstate(state)  # Ray uses Python's generator
         try:
             self.agents = [self._on_its_node(agent) for agent in config.agents]
             self._place()
@@ -100,7 +100,7 @@ class RayExecutor(Executor):
             raise UserError("This process is connected to Ray already. Call ray.shutdown() before the run.")
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # The device is decided here; Ray announces that it will stop hiding GPUs from those who ask for none.
+        # We choose the device; Ray announces that it will stop hiding GPUs from actors that request none.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = self.config.ray.address
         if address is None:
@@ -119,7 +119,7 @@ class RayExecutor(Executor):
             ) from None
 
     def _on_its_node(self, agent: AgentConfig) -> AgentConfig:
-        """The agent with its share of GPUs decided, and paths that do not depend on where the driver was started."""
+        """The agent's config with `num_gpus` filled in, and with a model path that works from any working directory."""
         there = ray.cluster_resources().get("GPU", 0) > 0
         default = 0.0 if agent.device == "cpu" or (agent.device == "auto" and not there) else 1.0
 
@@ -137,13 +137,13 @@ class RayExecutor(Executor):
         return agent.model_copy(update=changes)
 
     def _place(self) -> None:
-        """A placement group for each agent, and a process for each of its ranks, near each other if there is room."""
+        """Create a placement group for each agent and a process for each rank, on as few nodes as possible."""
         deadline = time.monotonic() + self.config.ray.placement_timeout
         groups: dict[str, Any] = {}
-        # Who can run on few nodes comes first, before somebody else takes the cores there.
+        # Agents that can run on few nodes come first, before others take the cores there.
         for agent in sorted(self.agents, key=choosiness, reverse=True):
             groups[agent.id] = placement_group(bundles(agent), "PACK", f"hacrl-{agent.id}")
-            # Nobody adds a node to a Ray of our own.
+            # A private Ray instance never gets more nodes, so do not wait.
             if self._lacks() or not groups[agent.id].wait(max(deadline - time.monotonic(), 0.1)):
                 raise UserError(self._no_room())
         for k, agent in enumerate(self.agents):
@@ -158,10 +158,10 @@ class RayExecutor(Executor):
             self.samplers.append(sampler)
 
     def _meeting_point(self, first: Worker) -> str:
-        """Where the ranks of an agent find each other, if there are several."""
+        """URL at which the ranks of an agent find each other; "" for a single rank."""
         if self.agents[first.agent].fsdp == 1:
             return ""
-        if self.folder is not None:  # on this machine: without a port that others could reach
+        if self.folder is not None:  # on this machine: no port that others could reach
             return f"file://{self.folder}/{uuid4().hex}"
         assert first.place is not None
         return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
@@ -196,8 +196,8 @@ class RayExecutor(Executor):
         return f"Ray has no room for all agents. Wanted: {each}; {nodes} nodes have {written(there)}. {advice}"
 
     def close(self) -> None:
-        """Processes and placement groups go with the connection; so does a private Ray instance, with its folder
-        unless an agent was lost: its logs may say why."""
+        """Disconnect from Ray, which ends all processes and placement groups, and a private Ray instance. The folder of
+        the instance is removed, unless an agent was lost: the logs may say why."""
         ray.shutdown()
         if self.folder is not None:
             (private_ray.leave if self.lost else private_ray.remove)(self.folder)
@@ -229,7 +229,7 @@ class RayExecutor(Executor):
         return self._gather("learn", learning)
 
     def save(self, folder: Path) -> None:
-        """Agents on this node write into the folder; files of the others come here in pieces."""
+        """Save all agents: those on this node write into the folder; files of the others are copied here in chunks."""
         folder = folder.absolute()
         self._each("save", lambda worker: (self._near(worker, folder),))
         for worker in self.workers:
@@ -264,7 +264,7 @@ class RayExecutor(Executor):
     # --- calls -------------------------------------------------------------------------------------
 
     def _near(self, worker: Worker, folder: Path) -> str | None:
-        """The folder, for a process that reaches it."""
+        """The folder if the process is on this node and can reach it, else None."""
         assert worker.place is not None
         return str(folder) if worker.place[0] == self.node else None
 
@@ -273,7 +273,7 @@ class RayExecutor(Executor):
         return self._gather(name, asked)
 
     def _gather(self, name: str, asked: list[Any]) -> list[Timed[Any]]:
-        """Each agent's answer, from replies as they come; the first process that fails ends the wait."""
+        """Collect each agent's answer from the replies of its processes; the first process that fails ends the wait."""
         for agent_id in self.ids:
             self.on_agent(agent_id, True)
         replies: list[dict[int, Reply]] = [{} for _ in self.ids]
@@ -285,7 +285,7 @@ class RayExecutor(Executor):
             try:
                 replies[worker.agent][worker.rank] = self._get(worker, ready)
             except RuntimeError:
-                # Who waits for a rank that is gone fails too, often before Ray knows of the loss.
+                # Ranks that wait for a lost rank fail too, often before Ray notices the loss.
                 for ref in ray.wait(mates, num_returns=len(mates), timeout=NOTICE)[0] if mates else []:
                     with suppress(RuntimeError):
                         self._get(waiting[ref], ref)
@@ -316,19 +316,19 @@ class RayExecutor(Executor):
 
 
 def bundle(resources: ResourcesConfig) -> dict[str, float]:
-    """What a process needs, in Ray's words."""
+    """Resources of one process, as a Ray bundle."""
     gpus = {"GPU": resources.num_gpus} if resources.num_gpus else {}
     return {"CPU": float(resources.num_cpus), **gpus, **resources.custom}
 
 
 def bundles(agent: AgentConfig) -> list[dict[str, float]]:
-    """For the ranks of an agent, and for its vLLM if that is apart."""
+    """Ray bundles for the ranks of an agent, and for its vLLM if that has a process of its own."""
     sampler = agent.resources.sampler
     return [bundle(agent.resources)] * agent.fsdp + ([] if sampler is None else [bundle(sampler)])
 
 
 def options(name: str, resources: ResourcesConfig, group: Any, place: int) -> dict[str, Any]:
-    """Ray's options for an actor that takes one place of a placement group."""
+    """Ray's options for an actor in one bundle of a placement group."""
     return {
         "name": name,
         "num_cpus": resources.num_cpus,
@@ -349,7 +349,7 @@ def written(amounts: dict[str, float]) -> str:
 
 
 def packed_lessons(lessons: Sequence[Lesson]) -> list[tuple[Any, ...]]:
-    """Arguments of `AgentProcess.learn`: rollouts as references, one object for each source whoever uses it."""
+    """Arguments of `AgentProcess.learn`, with rollouts as references to one stored object for each source."""
     parts: dict[int, list[Rollout]] = {}
     places: dict[int, int] = {}
     for lesson in lessons:
@@ -368,7 +368,7 @@ def packed_lessons(lessons: Sequence[Lesson]) -> list[tuple[Any, ...]]:
 
 
 def reason(error: Exception) -> str:
-    """The line of Ray's message that says what happened."""
+    """The line of Ray's error message that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "died" in line.lower() and not line.startswith("The actor died unexpectedly")]
     return (told or lines or [type(error).__name__])[-1].rstrip(".")

@@ -1,4 +1,4 @@
-"""What runs in the processes that `RayExecutor` starts: an agent or a rank of it, or its vLLM."""
+"""Actors in the processes that `RayExecutor` starts: an agent, one rank of an agent, or an agent's vLLM."""
 
 import logging
 import os
@@ -27,24 +27,24 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sums, Tokens
 
 CHUNK = 64 * 2**20
-"""Bytes of a checkpoint that travel at once."""
+"""Bytes of a checkpoint that are sent at once."""
 
 
 @dataclass
 class Reply:
-    """What comes back from an agent's process."""
+    """Reply of an agent's process to a call."""
 
     value: Any
     seconds: float
     peak_memory: float | None
-    """GiB of GPU memory during the call."""
+    """Peak GPU memory during the call, in GiB; None on a CPU."""
     resident: float
-    """GiB, the most so far."""
+    """Peak resident memory of the process so far, in GiB."""
     warnings: list[str]
 
 
 class Kept(logging.Handler):
-    """Keeps warnings until the next reply takes them along."""
+    """Logging handler that keeps warnings until they are sent with the next reply."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -55,7 +55,7 @@ class Kept(logging.Handler):
 
 
 class AgentProcess:
-    """The other side of `RayExecutor`: an agent or a rank of it. It does one thing at a time, in the order asked."""
+    """Actor that runs an agent, or one rank of it, for `RayExecutor`. It handles one call at a time, in order."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -65,7 +65,7 @@ class AgentProcess:
         self.files: tempfile.TemporaryDirectory[str] | None = None
 
     def place(self) -> tuple[str, str, int]:
-        """Id and address of the node, and the process."""
+        """Id and address of the node, and the process id."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def free_port(self) -> int:
@@ -88,11 +88,11 @@ class AgentProcess:
         return self._reply(lambda: self.member.ask(self.agent, name, *args))
 
     def learn(self, lesson: Lesson, rows: list[tuple[int, int]], *parts: list[Rollout]) -> Reply:
-        """`rows` says where each rollout of the lesson is: in which part, and at which place there."""
+        """Learn from a lesson; `rows` gives each of its rollouts as (index of the part, index in that part)."""
         return self.call("learn", replace(lesson, rollouts=[parts[part][place] for part, place in rows]))
 
     def save(self, folder: str | None) -> Reply:
-        """Into this folder; without one, into files that `read` reads."""
+        """Save the agent into this folder; without a folder, into temporary files that `read` returns."""
         if folder is None:
             self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
             (self._root / "state").mkdir()
@@ -109,7 +109,7 @@ class AgentProcess:
             return file.read(CHUNK)
 
     def write(self, name: str, chunk: bytes) -> None:
-        """Append to a file that `load` will look at."""
+        """Append to a temporary file that `load` reads."""
         if self.files is None:
             self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
         path = self._root / name
@@ -137,7 +137,7 @@ class AgentProcess:
 
 
 class SamplerProcess:
-    """vLLM of one agent, in a process of its own."""
+    """Actor that runs the vLLM of one agent in its own process."""
 
     def open(self, config: AgentConfig) -> None:
         self.vllm = vllm_of(config)
@@ -147,14 +147,14 @@ class SamplerProcess:
 
 
 class RemoteSampler:
-    """`SamplerProcess` from the agent's process."""
+    """Proxy in the agent's process that forwards calls to a `SamplerProcess`."""
 
     def __init__(self, actor: Any, config: AgentConfig) -> None:
         self.actor = actor
         answer_of(actor.open.remote(config))
 
     def reload(self, weights: dict[str, Tensor]) -> None:
-        # Many are views of joined matrices, which would travel whole with each; tied ones are one tensor.
+        # Many weights are views of joined matrices, and each would be sent with its whole matrix; tied ones are one.
         copies = {(w.data_ptr(), w.shape): w.to("cpu", copy=True) for w in weights.values()}
         by_name = {name: copies[w.data_ptr(), w.shape] for name, w in weights.items()}
         answer_of(self.actor.ask.remote("reload", by_name))
@@ -175,7 +175,7 @@ class RemoteSampler:
 
 
 def answer_of(asked: Any) -> Any:
-    """What a process answers; an error of its own is raised as it was there."""
+    """Wait for a process's answer; an error raised in the process is raised here unchanged."""
     try:
         return ray.get(asked)
     except exceptions.RayTaskError as error:

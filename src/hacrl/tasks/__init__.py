@@ -1,4 +1,4 @@
-"""Where prompts come from and how answers are verified."""
+"""Tasks: where prompts come from, and how answers are verified."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,13 +15,13 @@ from hacrl.tasks.verify import GYM, SoftOverlong, Verifier
 __all__ = ["Task", "build_task"]
 
 GymScorers = dict[tuple[float, int, float | None], Verifier]
-"""Verifiers by their limits: generators of a mixture with the same limits share one, because processes are costly."""
+"""Verifiers by their limits. Generators of a mixture with equal limits share one, because processes are costly."""
 LOOKED_AT = 32
-"""Problems of each stage of a gym task whose length is checked before the first step."""
+"""Number of problems of each stage of a gym task whose length is checked before the first step."""
 
 
 def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
-    """Build the task of a config; returns it with remarks for the user."""
+    """Build the task of a config; returns the task and remarks for the user."""
     scorers: GymScorers = {}
     if not config.mixture:
         return _build_source(config, seed, config.eval_size, scorers)
@@ -68,7 +68,7 @@ def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: Gy
 
 
 def _build_gym(config: ProblemsConfig, generator: str, seed: int, eval_size: int, scorers: GymScorers) -> Task:
-    """A task from reasoning-gym. With a curriculum, held-out problems are those of the last stage."""
+    """Build a task from reasoning-gym. With a curriculum, the held-out problems are from the last stage."""
     curriculum = Curriculum(config.curriculum) if config.curriculum else None
     stages = [
         GymTask(generator, {**config.options, **stage}, seed, form=config.answer, instruction=config.instruction)

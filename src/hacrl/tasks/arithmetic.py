@@ -1,7 +1,7 @@
 """Chains of additions and subtractions with worked answers.
 
-The prompt `47+38-19=` is answered by `47+38=85;85-19=66;#66`: every step is written out, and the number
-after `#` is the answer. Most characters are copied, only the digits of the results are hard, so two small
+The answer to the prompt `47+38-19=` is `47+38=85;85-19=66;#66`: every step is written out, and the number
+after `#` is the result. Most characters are copies, and only the digits of the results are hard. So two small
 models that know the format give each other's answers nearly the same probability per token.
 
     task = ArithmeticTask(seed=0)
@@ -19,14 +19,14 @@ from hacrl.errors import UserError
 from hacrl.tasks.problem import Problem, Prompt, Split, text_number
 
 FOLLOWS_LEAN = 0.9
-"""Share of the operators that are the one their chain leans to."""
+"""Share of a chain's operators that are the one it leans to."""
 
 MAX_ATTEMPTS = 10_000
 """Draws for one problem before the task gives up: it seems to have no unseen problem left."""
 
 
 def split_of(prompt: str) -> Split:
-    """The split a prompt belongs to, which it alone decides: a tenth is for validation, a tenth for the test."""
+    """The split of a prompt, derived from the prompt alone: a tenth is for validation, a tenth for the test."""
     bucket = text_number(prompt, 4) % 10
     return "validation" if bucket == 0 else "test" if bucket == 1 else "train"
 
@@ -43,7 +43,7 @@ def worked_answer(problem: Problem) -> str:
 
 
 def verify(text: str, answer: str) -> float:
-    """1 when the text ends in `#` and exactly the answer; the working is not read."""
+    """1 if the text ends in `#` and exactly the answer, else 0; the steps before are not checked."""
     _, mark, final = text.rpartition("#")
     return 1.0 if mark and final == answer else 0.0
 
@@ -57,9 +57,9 @@ def arithmetic_reward(
 
 @dataclass(frozen=True)
 class ArithmeticTask:
-    """An endless supply of chains whose first number and running totals lie between 0 and `max_total`.
+    """An endless stream of chains whose first number and running totals lie between 0 and `max_total`.
 
-    A chain leans to subtraction (a share of `minus_share`) or to addition, and nine operators in ten follow
+    A share `minus_share` of the chains leans to subtraction, the others to addition; nine operators in ten follow
     the lean. Totals are drawn so that subtractions mirror additions: a total t takes the place of max_total - t.
     """
 
@@ -119,7 +119,7 @@ class ArithmeticTask:
             room = {"+": self.max_total - total, "-": total}
             if room[operator] == 0:
                 operator = "-" if operator == "+" else "+"
-            # On average one of `steps_left + 1` equal parts of the room, so that chains do not end at its walls.
+            # Use 1 / (`steps_left` + 1) of the room on average, so that chains do not end at its limits.
             widest = max(1, 2 * room[operator] // (steps_left + 1))
             operand = rng.randint(1, min(self.max_operand, widest))
             total += operand if operator == "+" else -operand

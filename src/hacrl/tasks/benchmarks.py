@@ -1,6 +1,6 @@
 """The usual mathematical benchmarks: where each is found, and how a row becomes a prompt and a reference answer.
 
-Files are read as they come in the usual repositories; none is part of this package.
+Files have the format of the usual repositories; none of them is part of this package.
 """
 
 import re
@@ -19,10 +19,10 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 def reference_of(row: Row) -> str | None:
-    """The reference answer: `answer`, else `final_answer`, else the last box of `solution`; None without any.
+    """The reference answer of a row: `answer`, else `final_answer`, else the last box of `solution`, else None.
 
     GSM8K has a worked answer that ends in "#### 72", AMC the number 27.0, OlympiadBench a list of texts. Dollars around
-    LaTeX are left out, because a reference is an answer as a whole.
+    LaTeX are removed, because the whole reference is the answer.
     """
     candidates = (row.get("answer"), row.get("final_answer"), last_box(str(row.get("solution") or "")))
     answer = next((candidate for candidate in candidates if not is_missing(candidate)), None)
@@ -40,15 +40,15 @@ class Benchmark:
     """Where a benchmark is found, and how it is usually evaluated."""
 
     repository: str
-    """Its name on the Hugging Face hub."""
+    """Name of the repository on the Hugging Face hub."""
     split: str
     files: tuple[str, ...]
-    """Names of its files or folders besides its own; capitals, hyphens and underscores do not matter."""
+    """Other names of files or folders, besides the benchmark's; capitals, hyphens and underscores are ignored."""
     subset: str | None = None
     samples: int = 1
-    """Completions of each problem where --k is not given: as in the paper's tables."""
+    """Completions of each problem if --k is not given, as in the paper's tables."""
     solved_in: str | None = None
-    """The column with a worked solution that ends in the reference."""
+    """Name of the column with a worked solution that ends in the reference."""
 
 
 BENCHMARKS = {
@@ -68,11 +68,11 @@ class ProblemSet:
     """The problems of one benchmark."""
 
     name: str
-    """Its name in the command: `math500`, or `gsm8k:train` for another split than the usual."""
+    """Name in the command: `math500`, or `gsm8k:train` for a split other than the usual one."""
     source: str
     problems: list[Problem]
     without_reference: list[str]
-    """Places of rows that have no reference answer: nothing can be right there, so they are left out."""
+    """Places of rows without a reference answer, which are left out because no answer could be right."""
 
     @property
     def benchmark(self) -> Benchmark:
@@ -80,17 +80,17 @@ class ProblemSet:
 
     @property
     def digest(self) -> str:
-        """Fingerprint of prompts and references: other problems under the same name are another benchmark."""
+        """Fingerprint of prompts and references; it tells apart different problems under the same name."""
         return digest(self.problems)
 
     def solution(self, problem: Problem) -> str | None:
-        """The worked solution of the data, where it is one that ends in the reference."""
+        """The worked solution in the data if the benchmark has solutions that end in the reference, else None."""
         solution = problem.columns.get("solution") if self.benchmark.solved_in else None
         return solution if isinstance(solution, str) and solution.strip() else None
 
 
 def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None = None) -> list[ProblemSet]:
-    """The problem sets, from files in `data` or from the hub; UserError if one is unknown or not found."""
+    """Load problem sets from files in `data` or from the hub; UserError if one is unknown or not found."""
     if not names:
         raise UserError(f"No benchmark is named. There are {', '.join(BENCHMARKS)}.")
     for name in names:
@@ -106,7 +106,7 @@ def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None =
 
 
 def found_in(data: Path) -> list[str]:
-    """Every benchmark and split that has a file in a folder."""
+    """Names of all benchmarks and splits that have a file in the folder."""
     names = []
     for name, benchmark in BENCHMARKS.items():
         names += [name] if _matches(name, data) else []
@@ -131,7 +131,7 @@ def _load_files(name: str, data: Path) -> ProblemSet:
 
 
 def _not_found(name: str, data: Path) -> str:
-    """What was looked for, and which files there are that may have been meant."""
+    """Error message that lists the expected files and similar files that exist."""
     known, _, split = name.partition(":")
     wanted = split or "test"
     folders = ", ".join(f"{alias}/**/{wanted}.jsonl" for alias in (known, *BENCHMARKS[known].files))
@@ -157,7 +157,7 @@ def _load_hub(name: str) -> ProblemSet:
 
 
 def _matches(name: str, data: Path) -> list[Path]:
-    """Files that are called after a benchmark, or after a split in a folder that is."""
+    """Files named after the benchmark, or named after a split in a folder named after the benchmark."""
     if not data.is_dir():
         raise UserError(f"There is no folder {data} for --data.")
     known, _, split = name.partition(":")

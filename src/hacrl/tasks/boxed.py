@@ -1,6 +1,6 @@
-r"""Answers as text: what stands in \boxed{...}, and spellings that math-verify does not read, put into ones it does.
+r"""Finds answers in \boxed{...}, and rewrites spellings that math-verify cannot read into ones that it can.
 
-Child processes load this file by its path: it imports the standard library alone.
+Child processes load this file by its path, so it imports only the standard library.
 """
 
 import re
@@ -17,23 +17,23 @@ REPAIRS = [
         (r"(?<=\d)\.(?![\d.])", ""),  # the decimal point of -1./3
         (r"\b(?:np|math)\.(?=[a-z])", ""),
         (r"(?<![\\a-zA-Z])(arcsin|arccos|arctan|sin|cos|tan|log|ln|exp)(?=\()", r"\\\1"),
-        (r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?:\^\{?\w\}?)?)\s+([a-zA-Z])(?![a-zA-Z])", r"\1(\2)"),  # t is no ton
+        (r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?:\^\{?\w\}?)?)\s+([a-zA-Z])(?![a-zA-Z])", r"\1(\2)"),  # not tons
         (r"_\{?\\(max|min|odot|oplus|infty)\b\s*\}?", r"_{\1}"),
         (r"(?<![\\a-zA-Z])E(?=_)", r"\\varepsilon"),  # not 2.718...
         (r"(?<![\\a-zA-Z])e(?=_)", r"\\epsilon"),
-        (r"\s*([-+*/=<>])\s*", r"\1"),  # of "a + b + c" it would take the c for cups
+        (r"\s*([-+*/=<>])\s*", r"\1"),  # in "a + b + c" math-verify would read c as cups
     )
 ]
 SCIENTIFIC = re.compile(r"(?<![\w\\.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.]*\w)")
 END = re.compile(r"(?:\\[,;: ]|(?<!\.)[.,;]|\s)+$")
 SPACE = r"(?:\s|\\[,;: ])+"
 GAP = re.compile(rf"(\.(?:\d{{3}}{SPACE})+\d{{1,3}}(?!\d))|(?<=\d){SPACE}(?=\d)(?!\d{{3}}(?!\d))")
-"""Space between two numbers, as in 2 1/2, but not inside one, as in 29 322. The group is a decimal such as .141 59."""
+"""Space between two numbers, as in 2 1/2, not inside one, as in 29 322. The group matches a decimal like .141 59."""
 LAYOUT = re.compile(r"\s|\\left(?![a-z])|\\right(?![a-z])|\\[,;: ]")
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Where the contents of each \boxed{...} begin and end, in the order they begin; unclosed ones are left out."""
+    r"""Start and end of the contents of each \boxed{...}, sorted by start; unclosed boxes are left out."""
     found: list[tuple[int, int]] = []
     opened: list[tuple[int, bool]] = []
     for token in TOKEN.finditer(text):
@@ -47,15 +47,15 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 
 def last_box(text: str) -> str | None:
-    """The contents of the last box; None without one."""
+    """The contents of the last box in the text; None if there is no box."""
     spans = boxes(text)
     return text[slice(*spans[-1])].strip() if spans else None
 
 
 def stated(completion: str) -> str | None:
-    """The answer that a completion marks as such: the only box, or what stands behind #### in the last line.
+    """The answer that a completion marks: the contents of its only box, or the text after #### in the last line.
 
-    Several boxes are math-verify's to judge: who boxes two answers has not chosen one.
+    Returns None if there are several boxes, because the completion has not chosen one; math-verify judges these.
     """
     spans = boxes(completion)
     if spans or "\\boxed" in completion:
@@ -70,7 +70,7 @@ def scientific(text: str) -> str:
 
 
 def tidy(answer: str) -> str:
-    """The answer in a spelling that math-verify can read; its value stays the same."""
+    """Rewrite an answer so that math-verify can read it; its value stays the same."""
     answer = END.sub("", scientific(answer.strip()))
     for pattern, replacement in REPAIRS:
         answer = pattern.sub(replacement, answer)
@@ -78,7 +78,7 @@ def tidy(answer: str) -> str:
 
 
 def tidy_boxes(text: str) -> str:
-    """The text with `tidy` applied to what stands in its boxes."""
+    """Apply `tidy` to the contents of all boxes in a text."""
     parts, position = [], 0
     for start, end in boxes(text):
         if start >= position:
@@ -88,7 +88,7 @@ def tidy_boxes(text: str) -> str:
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two answers are spelled alike, up to layout."""
+    """Whether two answers have the same spelling, apart from layout."""
     return _plain(one) == _plain(other) != ""
 
 

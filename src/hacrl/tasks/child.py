@@ -1,14 +1,14 @@
-"""The child process of a reward function: loads it, then answers calls until its parent is gone.
+"""The child process of a reward function: loads the function, then answers calls until its parent is gone.
 
-Started by `keeper.py`, by its path, with the standard library alone, so that it starts fast whatever `hacrl` imports.
-Messages go in turn over one socket, to the child as pickles, back as lines of JSON; `worker.py` is the other end:
+`keeper.py` starts this file by its path. It imports only the standard library, so that it starts fast. Requests and
+answers alternate on one socket, requests as pickles, answers as lines of JSON; `worker.py` is the other end:
 
     to the child            back
     (function, sys.path)    [0, true, null], or [0, false, what went wrong]
     (number, arguments)     [number, true, rewards], or [number, false, what went wrong]
 
-"What went wrong" continues the sentence "Reward function f ...". The number says which call an answer belongs to. A
-copy of this process, made by a function that forks and returns in both, ends without an answer.
+"What went wrong" continues the sentence "Reward function f ...". The number says which call an answer belongs to. If
+a reward function forks and returns in both processes, the copy ends without an answer.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from types import ModuleType
 from typing import Any
 
 RewardFunction = Callable[..., Sequence[float | None]]
-"""TRL's signature, fn(prompts, completions, **columns): a number for each completion, or None: does not apply."""
+"""TRL's signature, fn(prompts, completions, **columns): for each completion a number, or None if it does not apply."""
 
 LOAD_LIMIT = 120.0
-"""Seconds for the import of a reward function."""
+"""Seconds that the import of a reward function may take."""
 LARGEST = 1e9
-"""The largest reward, either sign. Sums of squares of such numbers are far below the largest float32, and float64 still
-tells two of them apart that differ by 1e-6, the constant beside the standard deviation of a group."""
+"""Largest absolute value of a reward. Sums of squares of such numbers are far below the largest float32, and float64
+still tells apart two that differ by 1e-6, the constant added to the standard deviation of a group."""
 LIBRARIES = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
 
 
 class Unusable(Exception):
-    """A reward function that cannot be found, is of the wrong kind, or returned something else than rewards."""
+    """Raised if a reward function cannot be found, is of the wrong kind, or returned something other than rewards."""
 
 
 def load(name: str) -> RewardFunction:
-    """The function that "module:function" or "path/to/file.py:function" names."""
+    """Load the function named by "module:function" or "path/to/file.py:function"."""
     source, _, attribute = name.rpartition(":")
     module = _load_file(source) if source.endswith(".py") else _load_module(source)
     if attribute not in vars(module):
@@ -57,7 +57,7 @@ def load(name: str) -> RewardFunction:
 def _load_file(path: str) -> ModuleType:
     if not os.path.isfile(path):
         raise Unusable(f"does not exist: there is no file {path}")
-    # Under a name that no installed module has, for the file may be called random.py.
+    # Use a name that no installed module has, because the file may be called random.py.
     spec = importlib.util.spec_from_file_location("hacrl_reward_function", path)
     assert spec is not None
     assert spec.loader is not None
@@ -72,7 +72,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
+            raise  # the module exists, but imports one that does not
         raise Unusable(
             f"does not exist: there is no module {error.name}, neither installed nor in {os.getcwd()}; "
             "for a file elsewhere write path/to/file.py:function"
@@ -80,7 +80,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def usable(function: object) -> RewardFunction:
-    """The function itself; Unusable if it cannot be called, or is async."""
+    """Return the function itself; Unusable if it is not callable, or is async."""
     if not callable(function):
         raise Unusable(f"is not a function but a value of type {type(function).__name__}")
     if inspect.iscoroutinefunction(function):
@@ -89,7 +89,7 @@ def usable(function: object) -> RewardFunction:
 
 
 def call(function: RewardFunction, arguments: dict[str, Any]) -> list[float | None]:
-    """Call the function; Unusable unless it returns a number of usual size, or None, for each completion."""
+    """Call the function; Unusable unless it returns a number within `LARGEST`, or None, for each completion."""
     count = len(arguments["completions"])  # before the function may change it
     values = function(**arguments)
     if not isinstance(values, list | tuple):
@@ -108,7 +108,7 @@ def call(function: RewardFunction, arguments: dict[str, Any]) -> list[float | No
 
 
 def explain(error: BaseException) -> str:
-    """What an exception says, and the last line of the user's own code that it came through."""
+    """An exception's type and message, and the last line of the user's own code in its traceback."""
     if isinstance(error, Unusable):
         return str(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<"))]
@@ -116,13 +116,13 @@ def explain(error: BaseException) -> str:
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     try:
         message = f": {error}"
-    except Exception:  # of its own __str__
+    except Exception:  # raised by its own __str__
         message = ""
     return f"raised {type(error).__name__}{message}{place}"
 
 
 def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """(True, what the action returned), or (False, what went wrong)."""
+    """Run the action; returns (True, its result) or (False, what went wrong)."""
     process = os.getpid()
     try:
         return True, action(*arguments)
@@ -134,7 +134,7 @@ def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 
 
 def serve(connection: socket.socket) -> None:
-    """Load the function that the first message names, then answer one call after the other."""
+    """Load the function named by the first message, then answer one call after the other."""
     requests = connection.makefile("rb")
     name, path = pickle.load(requests)
     sys.path[:] = path

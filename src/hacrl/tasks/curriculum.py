@@ -1,4 +1,4 @@
-"""Curricula: a task goes from easy stages to hard ones as rewards rise."""
+"""Curricula: a task moves from easy to hard stages as rewards rise."""
 
 from collections import deque
 from typing import Any
@@ -7,16 +7,16 @@ from hacrl.config.task import CurriculumConfig
 
 
 class Curriculum:
-    """The stage of a task. The next begins when the mean reward of the last `window` steps reaches the threshold."""
+    """The current stage of a task. The next begins when the mean reward of `window` steps reaches the threshold."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self.config = config
         self.stage = 0
         self._recent: deque[float] = deque(maxlen=config.window)
-        """Mean rewards of the steps in this stage."""
+        """Mean rewards of the last steps in this stage."""
 
     def observe(self, reward: float) -> None:
-        """Take note of the mean reward of a step, over all agents."""
+        """Record the mean reward of a step over all agents, and go to the next stage if it is time."""
         self._recent.append(reward)
         full = len(self._recent) == self.config.window
         reached = full and sum(self._recent) / len(self._recent) >= self.config.threshold

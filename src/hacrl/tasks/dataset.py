@@ -1,4 +1,4 @@
-"""Problems from files and from the Hugging Face hub, and the order in which training sees them.
+"""Reads problems from files and from the Hugging Face hub, and sets the order in which training sees them.
 
 A row needs a prompt and an answer. The prompt is the column `prompt` (text or chat messages), else `problem`
 or `question`; the answer is `answer`, else `solution`, `ground_truth` or verl's `reward_model.ground_truth`.
@@ -33,10 +33,10 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow"
 
 
 def load_problems(source: str, *, split: str, subset: str | None, name: str, key: str = "") -> list[Problem]:
-    """All problems of the data set that the setting `key` names.
+    """Load all problems of a data set; `key` is the config key that names it, for error messages.
 
     `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
-    hub ("org/name"). `split` and `subset` choose within the latter two; a file is one split already.
+    hub ("org/name"). `split` and `subset` apply to the latter two; a file is always one split.
     """
     problems: list[Problem] = []
     seen: set[str] = set()
@@ -55,7 +55,7 @@ def load_problems(source: str, *, split: str, subset: str | None, name: str, key
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt with the completion to learn."""
+    """A prompt and the completion to learn."""
 
     prompt: Prompt
     completion: str
@@ -66,7 +66,7 @@ class Example:
 
 
 def load_examples(source: str, *, split: str = "train", subset: str | None = None) -> list[Example]:
-    """All rows of a data set that has completions, read as `load_problems` reads it."""
+    """Load all rows of a data set with completions, from the sources that `load_problems` accepts."""
     examples = [_example(row, place) for place, row in read_rows(source, split, subset, "data")]
     if not examples:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and a completion.")
@@ -74,7 +74,7 @@ def load_examples(source: str, *, split: str = "train", subset: str | None = Non
 
 
 def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
-    """How many evaluation problems ask what a training problem asks, whatever their system prompts."""
+    """Number of evaluation problems whose question is also in training, whatever their system prompts."""
     asked = {_question(problem.prompt) for problem in train}
     return sum(_question(problem.prompt) in asked for problem in evaluation)
 
@@ -82,8 +82,8 @@ def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
 class Epochs(Generic[Item]):
     """An endless order of problems or rows: epoch after epoch, each shuffled by (seed, epoch).
 
-    What `take` returns depends on its arguments alone, so a run resumes from its position. Steps of one size see
-    each item once an epoch.
+    The result of `take` depends only on its arguments, so a run can resume from its position. If all steps have the
+    same size, they see each item once per epoch.
     """
 
     def __init__(self, items: Sequence[Item], seed: int | str) -> None:
@@ -94,8 +94,7 @@ class Epochs(Generic[Item]):
     def take(self, position: int, count: int) -> list[Item]:
         """The `count` items from `position` on, all different.
 
-        Where they reach into the next epoch, that epoch's items which are already among them are left for the
-        step after it.
+        If they reach into the next epoch, items of that epoch that were already taken are left for the step after.
         """
         size = len(self._items)
         if count > size:
@@ -104,7 +103,7 @@ class Epochs(Generic[Item]):
                 f"set prompts_per_step to {size} or less, or add data."
             )
         first = position
-        while first >= size > count > first % size > 0:  # the step before reached into this epoch
+        while first >= size > count > first % size > 0:  # the previous step reached into this epoch
             first -= count
         chosen: list[int] = []
         for start in range(first, position + 1, max(count, 1)):
@@ -124,19 +123,19 @@ class Epochs(Generic[Item]):
 
 
 def _beginning_with(first: list[int], order: list[int]) -> list[int]:
-    """The order with these items moved to its front."""
+    """The order with the items `first` moved to the front."""
     taken = set(first)
     return first + [index for index in order if index not in taken]
 
 
 def is_on_hub(source: str) -> bool:
-    """Whether a data set would be asked for on the hub, because no file here has that name."""
+    """Whether a data set is read from the hub, because no local file has that name."""
     path = Path(source).expanduser()
     return not path.exists() and bool(HUB_ID.fullmatch(source)) and path.suffix not in FILE_SUFFIXES
 
 
 def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
-    """The rows, each with its place for error messages."""
+    """Read the rows of a data set, each with its place for error messages."""
     path = Path(source).expanduser()
     if path.is_dir():
         return _rows(source, _read_saved(path, split))
@@ -231,7 +230,7 @@ def _prompt(row: Row, place: str) -> Prompt:
 
 
 def valid_text(text: str, place: str, what: str = "prompt") -> str:
-    """The text; UserError if it has half of a character, "\\ud83d", which JSON can spell and no tokenizer takes."""
+    """Return the text; UserError if it has half of a character, "\\ud83d", which JSON allows and tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -240,7 +239,7 @@ def valid_text(text: str, place: str, what: str = "prompt") -> str:
 
 
 def _example(row: Row, place: str) -> Example:
-    """The example in a row: its prompt and completion, or its messages, whose last turn is the completion."""
+    """The example in a row: its prompt and completion, or its messages with the last turn as the completion."""
     conversation = row.get("messages")
     if "completion" not in row and isinstance(conversation, list):
         if len(conversation) < 2 or not (_is_message(conversation[-1]) and conversation[-1]["role"] == "assistant"):
@@ -250,7 +249,7 @@ def _example(row: Row, place: str) -> Example:
 
 
 def _completion(row: Row, place: str) -> str:
-    """The completion of a row: a text, or as in TRL one message of the assistant."""
+    """The completion of a row: a text or, as in TRL, a list with one message of the assistant."""
     completion = row.get("completion")
     if isinstance(completion, list) and len(completion) == 1 and _is_message(completion[0]):
         completion = completion[0]["content"]
@@ -285,7 +284,7 @@ def _answer(row: Row, place: str) -> str:
 
 
 def _answers(row: Row, place: str) -> Iterator[object]:
-    """The values of ANSWER_COLUMNS in their order. verl's nested column may be JSON."""
+    """The values of ANSWER_COLUMNS, in order. verl's nested column may be a JSON text."""
     yield from (row.get(column) for column in ANSWER_COLUMNS[:-1])
     nested = row.get("reward_model")
     if isinstance(nested, str):
@@ -294,7 +293,7 @@ def _answers(row: Row, place: str) -> Iterator[object]:
 
 
 def _final(answer: object) -> object:
-    """The end of a worked solution that ends in "#### 72", as GSM8K's do; any other value as it is."""
+    """The part after #### of a worked solution that ends in "#### 72", as in GSM8K; other values are unchanged."""
     return answer.rpartition("####")[2].strip() if isinstance(answer, str) else answer
 
 
@@ -317,7 +316,7 @@ def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
 
 
 def _question(prompt: Prompt) -> str:
-    """What the user asks in a prompt, without differences in white space."""
+    """The user's question in a prompt, with normalised white space."""
     if not isinstance(prompt, str):
         prompt = "\n".join(message["content"] for message in prompt if message["role"] == "user")
     return " ".join(prompt.split())

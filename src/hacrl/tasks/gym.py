@@ -1,11 +1,11 @@
-"""Problems of reasoning-gym's generators, by position in an endless stream.
+"""Problems from reasoning-gym's generators, by position in an endless stream.
 
     task = GymTask("chain_sum", {"max_terms": 3}, seed=0)
     batch = task.train(position=0, count=64)
     test = task.heldout("test", 100)
 
-The question alone decides the split a problem belongs to, whatever the seed, the options or the stage of a
-curriculum: what is held out anywhere is never trained on anywhere.
+The split of a problem depends only on its question, not on the seed, the options or the stage of a curriculum. So a
+problem that is held out in one run is never trained on in another.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ INSTRUCTIONS: dict[str, str] = {
 }
 
 CHUNK = 500
-"""Problems of one data set of the package. Some generators prepare all of them when a data set is made."""
+"""Size of one reasoning-gym data set. Some generators prepare all its problems when a data set is created."""
 RETRY = CHUNK * 10**7
-"""How far ahead in the stream a position looks when its own problem belongs to another split or is taken."""
+"""How far ahead in the stream to look if the problem at a position belongs to another split or is taken."""
 MAX_ATTEMPTS = 200
 """Draws for one problem before the task gives up: the generator seems to have no unseen problem left."""
 UNUSABLE = {"composite": "write a mixture of tasks instead (task.mixture)"}
 HASH_SEEDED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
-"""Generators that go through sets of strings, whose order differs from process to process. For word_ladder only the
-reference answers depend on it, from which a warm-up learns."""
+"""Generators that iterate over sets of strings, whose order differs between processes. For word_ladder only the
+reference answers, which a warm-up learns from, depend on the order."""
 GLOBALLY_RANDOM = {"codeio", "knight_swap", "list_functions"}
-"""Generators that draw not only from their own seed, but also from the random numbers of the whole process."""
+"""Generators that use the global random generators of the process, in addition to their own seed."""
 
 
 def split_of(question: str) -> Split:
-    """The split a question belongs to, which it alone decides: a fifth is for validation, a fifth for the test."""
+    """The split of a question, derived from the question alone: a fifth is for validation, a fifth for the test."""
     bucket = text_number(question, 8) % 5
     return "validation" if bucket == 0 else "test" if bucket == 1 else "train"
 
@@ -61,7 +61,7 @@ class GymTask:
         form: Form = "tag",
         instruction: str | None = None,
     ) -> None:
-        """`form` says where the answer stands in a completion; `instruction` asks for it, None: a built-in sentence."""
+        """`form` says where a completion has its answer; `instruction` asks for it, None uses a built-in sentence."""
         self.generator, self.options, self.seed, self.form = generator, options or {}, seed, form
         self.instruction = INSTRUCTIONS[form] if instruction is None else instruction
         self._check()
@@ -120,13 +120,13 @@ class GymTask:
         return list(problems.values())
 
     def solution(self, problem: Problem) -> str:
-        """The shortest completion with the generator's own answer."""
+        """The shortest completion that has the generator's own answer."""
         if not problem.answer:
             raise UserError(f"gym:{self.generator} has no answers of its own, so there is nothing to warm up with.")
         return f"<answer>{problem.answer}</answer>" if self.form == "tag" else problem.answer
 
     def _problem(self, stream: str, index: int, split: Split) -> Problem | None:
-        """The problem at this place of a stream, if it belongs to the split."""
+        """The problem at this index of a stream; None if it belongs to another split."""
         chunk, offset = divmod(index, CHUNK)
         data = self._data(stream, chunk)
         with self._drawing(f"{stream}/{chunk}/{offset}"):
@@ -148,14 +148,14 @@ class GymTask:
     def _open(self, stream: str, chunk: int, size: int = CHUNK) -> Any:
         from reasoning_gym import create_dataset
 
-        seed = text_number(f"{stream}/{chunk}", 8) % 2**31  # numpy's generators take no more than 32 bits
+        seed = text_number(f"{stream}/{chunk}", 8) % 2**31  # numpy's generators accept at most 32 bits
         with self._drawing(f"{stream}/{chunk}"):
             return create_dataset(self.generator, seed=seed, size=size, **self.options)
 
     @contextmanager
     def _drawing(self, place: str) -> Iterator[None]:
-        """Turn whatever the generator raises into a UserError. If it draws from the random numbers of the process, they
-        begin at a seed that the place decides, and go on afterwards where they were."""
+        """Turn any error of the generator into a UserError. If it uses the global generators, these are seeded from
+        `place` and restored afterwards."""
         states = (random.getstate(), np.random.get_state()) if self.generator in GLOBALLY_RANDOM else None
         if states:
             random.seed(text_number(place, 8))

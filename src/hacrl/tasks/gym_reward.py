@@ -1,7 +1,7 @@
-"""The reward of tasks from reasoning-gym: the generator's own scorer. Runs in child processes only.
+"""The reward of tasks from reasoning-gym: the generator's own scorer. It runs only in child processes.
 
-Some scorers evaluate what a model wrote, and need long for it. Imports nothing of ours, and reasoning-gym at the
-top, so that loading it does not count as time spent on the first completion.
+Some scorers evaluate what a model wrote, which can take long. This file imports nothing from hacrl. It imports
+reasoning-gym at the top, so that the import does not count as time spent on the first completion.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from functools import lru_cache
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # scorers need no more, and agents the cores
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # scorers need only one, and agents need the cores
 
 from reasoning_gym import create_dataset
 from reasoning_gym.utils import extract_answer
@@ -23,7 +23,7 @@ def gym(
     form: list[str],
     **columns: Any,
 ) -> list[float | None]:
-    """What the generator's scorer gives for the answer in each completion."""
+    """Score the answer in each completion with the generator's scorer."""
     rows = zip(completions, entry, generator, options, form, strict=True)
     return [_score(*row) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Strict reading of JSON from users: duplicate keys, deep nesting and bad text are refused, with their place."""
+"""Strict reading of users' JSON: duplicate keys, deep nesting and bad text are errors that name their place."""
 
 import json
 import re
@@ -9,18 +9,18 @@ from hacrl.config.strict_yaml import MAX_DEPTH, line_and_column
 from hacrl.errors import UserError
 
 TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*(:?)|[\[{]|[\]}]', re.DOTALL)
-"""What matters for keys and nesting: a text, with a colon where it is a key, and brackets."""
+"""Matches the tokens that matter for keys and nesting: strings, with a colon if they are keys, and brackets."""
 
 
 class _Twice(ValueError):
-    """An object has the same key twice."""
+    """Raised if an object has the same key twice."""
 
 
 def parse_json(content: bytes, place: str) -> Any:
-    """The value of a JSON text; UserError with the place, the column and, where there are several, the line."""
+    """Parse a JSON text; a UserError names the place, the column and, if there are several lines, the line."""
     try:
         value = json.loads(content, object_pairs_hook=_unique)
-        # Few brackets cannot nest deeply, whether they stand in texts or not.
+        # A text with few brackets cannot nest deeply, even if some of them are inside strings.
         if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
             raise RecursionError
         return value
@@ -34,7 +34,7 @@ def parse_json(content: bytes, place: str) -> Any:
         text = content.decode(error.encoding, "replace")
         before = content[: error.start].decode(error.encoding, "replace")
         where, fault = _place(before, text), f"not text in {error.encoding} ({error.reason})"
-    except ValueError:  # Python reads whole numbers of up to 4,300 digits
+    except ValueError:  # Python reads integers of up to 4,300 digits
         where, fault = "", "a number has too many digits"
     raise UserError(f"{place} is not valid JSON: {f'{where}: ' if where else ''}{fault}. Fix or delete it.") from None
 
@@ -54,7 +54,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _first_fault(text: str) -> tuple[int, str]:
-    """The first place where a key is repeated or the nesting is too deep, and which of the two it is."""
+    """The first position where a key is repeated or the nesting is too deep, and a message saying which."""
     keys: list[set[str]] = []
     for token in TOKEN.finditer(text):
         if token[0] in "[{":

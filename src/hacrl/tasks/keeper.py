@@ -1,8 +1,8 @@
-"""Keeps the process of a reward function: starts `child.py`, watches its memory, ends it with all that it started.
+"""The keeper process of a reward function: starts `child.py`, watches its memory, and ends it with its descendants.
 
-Run by its path, with the standard library alone, and none of the user's code, so that nothing keeps it from its work.
+It is run by its path and imports only the standard library and no user code, so that nothing can block it.
 It ends when the child does, when `worker.py` shuts the control socket, or when the process of `worker.py` is gone.
-On Linux every process that the function starts stays below this one, also in a session of its own or as a daemon.
+On Linux, every process that the function starts stays a descendant of the keeper, even a daemon or a new session.
 If the child ended without being told to, the keeper's last message on the control socket says how: MEMORY, "exit code
 3" or "SIGABRT".
 """
@@ -16,13 +16,13 @@ import time
 
 LINUX = sys.platform == "linux"
 TICK = 0.05
-"""Seconds between two looks at the memory. A process that fills 10 GB a second is seen half a GB late."""
+"""Seconds between two checks of the memory. A process that fills 10 GB per second is noticed half a GB late."""
 SCAN = 0.5
-"""Seconds between two looks for new processes of the function, which take a millisecond or more."""
+"""Seconds between two searches for new processes of the function; a search takes a millisecond or more."""
 ENDING = 5.0
-"""Seconds that processes have to end after they were killed."""
+"""Seconds that killed processes get to end."""
 MEMORY = "memory"
-"""What the keeper reports of a child that used too much memory."""
+"""The keeper's last message about a child that used too much memory."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -36,7 +36,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def start(calls: int) -> int:
-    """Start `child.py` in a session of its own, which signals to its process group do not leave; returns its id."""
+    """Start `child.py` in its own session, so that signals to its process group stay there; returns its process id."""
     path = os.path.join(os.path.dirname(__file__), "child.py")
     pid = os.fork()
     if pid == 0:
@@ -48,28 +48,28 @@ def start(calls: int) -> int:
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below this one; an empty list where the system has no /proc."""
+    """All descendants of a process; an empty list on systems other than Linux."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if LINUX else []:
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     found = [root]
-    for parent in found:  # grows meanwhile
+    for parent in found:  # the list grows during the loop
         found += [pid for pid, its_parent in parents.items() if its_parent == parent]
     return found[1:]
 
 
 def resident(pid: int) -> int:
-    """Bytes in memory, files that are mapped included; pages that several processes share count for each."""
+    """Bytes of a process in memory, including mapped files; pages that processes share count for each of them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def proportional(pid: int) -> int:
-    """Bytes in memory without mapped files, which the system can drop, such as the weights of a model on a GPU. A page
-    that several processes share is divided among them. Takes longer than `resident`."""
+    """Bytes of a process in memory without mapped files, which the system can drop, as weights of a model on a GPU.
+    A page that several processes share is divided among them. This is slower than `resident`."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         sizes = [int(line.split()[1]) for line in file if line.startswith((b"Pss_Anon:", b"Pss_Shmem:"))]
         if sizes:
@@ -78,7 +78,7 @@ def proportional(pid: int) -> int:
 
 
 def watch(pid: int, control: socket.socket, parent: int, memory: int) -> str:
-    """Wait until the child ends or must be ended; returns how, or "" if the parent wants its end or is gone."""
+    """Wait until the child ends or must be killed; returns how it ended, or "" if the parent ends it or is gone."""
     family, due = [pid], 0.0
     while os.getppid() == parent:
         ended, status = os.waitpid(-1, os.WNOHANG)
@@ -91,7 +91,7 @@ def watch(pid: int, control: socket.socket, parent: int, memory: int) -> str:
         if memory and sum(map(resident, family)) > memory and sum(map(proportional, family)) > memory:
             return MEMORY
         with contextlib.suppress(TimeoutError):
-            control.recv(1)  # for a TICK; nothing is ever sent, so a return means that it was shut
+            control.recv(1)  # waits for a TICK; nothing is ever sent, so it returns only if the socket was shut
             break
     return ""
 
@@ -103,7 +103,7 @@ def how(code: int) -> str:
 
 
 def end(pid: int) -> None:
-    """Kill every process below this one, also those that come to be here because their own parent has ended."""
+    """Kill all descendants of this process, including those it inherits because their own parent has ended."""
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

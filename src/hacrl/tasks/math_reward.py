@@ -1,8 +1,8 @@
-"""The `math` reward: whether two mathematical expressions are equal. Runs in child processes only.
+"""The `math` reward: whether two mathematical expressions are equal. It runs only in child processes.
 
-Imports nothing of ours, so that a child starts fast, and math-verify at the top, so that loading it does not
-count as time spent on the first completion. Its own time limits are off: they are signals, which a long
-multiplication does not see, while the parent kills the child.
+This file imports nothing from hacrl, so that a child starts fast. It imports math-verify at the top, so that the import
+does not count as time spent on the first completion. math-verify's own time limits are off: they use signals, which do
+not interrupt a long multiplication. The parent kills the child instead.
 """
 
 import logging
@@ -15,18 +15,18 @@ from typing import Any
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns when its time limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns if its time limits are off
 
-# By its path: importing hacrl would import torch.
+# Load it by its path, because importing hacrl would import torch.
 _boxed = runpy.run_path(str(Path(__file__).with_name("boxed.py")))
 same_text, scientific, stated, tidy, tidy_boxes = (
     _boxed[name] for name in ("same_text", "scientific", "stated", "tidy", "tidy_boxes")
 )
 
 DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-"""Where LaTeX begins in a text."""
+"""Matches the beginning of LaTeX in a text."""
 ARGUMENT = re.compile(r"\\[a-zA-Z]+\s*\{[^{}]*\}")
-"""A command with what stands in its braces: \\text{square units}."""
+"""Matches a command with its argument in braces: \\text{square units}."""
 WORD = re.compile(
     r"(?<!\S)[^\w\s\\{}^]*"
     r"(?:(?:(?!and\b)[a-z]{3,}|am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|so|to|up|us|we)(?:['’-][a-z]+)*"
@@ -34,23 +34,23 @@ WORD = re.compile(
     r"[^\w\s\\{}^]*(?!\S)",
     re.IGNORECASE,
 )
-"""A word of a sentence with its punctuation. "Or" and "and" may join the parts of an answer; other short ones are
-variables, xy, or units."""
+"""Matches a word of a sentence with its punctuation. "Or" and "and" are left out because they may join parts of an
+answer; other short words are variables, such as xy, or units."""
 
 
 def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
-    """1.0 where the completion's last answer equals the reference, else 0.0; None for an unreadable reference."""
+    """1.0 if the completion's last answer equals the reference, else 0.0; None if the reference is unreadable."""
     return [_compare(completion, gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def same_answer(completions: list[str], others: list[list[str]], **columns: Any) -> list[float | None]:
-    """Which of the other completions has the same answer: the position of the first, -1 if none has, None without
-    an answer."""
+    """For each completion, the position of the first of `others` with the same answer; -1 if there is none, None if the
+    completion has no answer."""
     return [_first_equal(completion, among) for completion, among in zip(completions, others, strict=True)]
 
 
 def read_as_math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
-    """1.0 where math-verify finds completion and reference equal, whether or not they are spelled alike."""
+    """1.0 if math-verify finds completion and reference equal, else 0.0; equal spelling is not used as a shortcut."""
     pairs = zip(completions, answer, strict=True)
     return [float(_equal(_parse_gold(gold), _parse_completion(completion))) for completion, gold in pairs]
 
@@ -89,7 +89,7 @@ def _equal(reference: list[Any], own: list[Any]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse_gold(gold: str) -> list[Any]:
-    """A reference without delimiters is an expression as a whole, LaTeX or plain, perhaps with a full stop."""
+    """Parse a reference. Without delimiters, all of it is one expression, LaTeX or plain, perhaps with a full stop."""
     return _parse(tidy_boxes(gold) if DELIMITED.search(gold) else rf"\boxed{{{tidy(gold)}}}")
 
 
@@ -99,8 +99,8 @@ def _parse_completion(completion: str) -> list[Any]:
 
 
 def _delimit(completion: str) -> str:
-    r"""Mark the answer in the last line as such where no box does: bare LaTeX (of "3\sqrt{13}", math-verify would
-    read the 3), and what stands behind #### (it would rather take a number near the word "answer")."""
+    r"""Put delimiters around the answer in the last line if there is no box: bare LaTeX (in "3\sqrt{13}", math-verify
+    would read only the 3), and the text after #### (it would prefer a number near the word "answer")."""
     if "\\boxed" in completion:
         return str(tidy_boxes(completion))
     text, newline, last_line = completion.rstrip().rpartition("\n")
@@ -118,7 +118,7 @@ def _delimit(completion: str) -> str:
 
 
 def _between_words(line: str) -> list[str]:
-    """A line cut up before and behind each word of a sentence."""
+    """Cut a line before and after each word of a sentence."""
     hidden = ARGUMENT.sub(lambda found: "\\" * len(found[0]), line)
     cuts = [cut for word in WORD.finditer(hidden) for cut in word.span()]
     return [line[start:end] for start, end in pairwise([0, *cuts, len(line)])]
@@ -130,5 +130,5 @@ def _in_dollars(latex: str) -> str:
 
 
 def _parse(text: str) -> list[Any]:
-    # Without the fallback, which is the unparsed text: of "a + b + c" it keeps "a +".
+    # No fallback: it is the unparsed text, and keeps "a +" of "a + b + c".
     return list(parse(text, fallback_mode="no_fallback", parsing_timeout=None))

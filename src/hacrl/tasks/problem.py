@@ -1,4 +1,4 @@
-"""One question of a task, and numbers that depend on a text alone."""
+"""One problem of a task, and hashes of texts."""
 
 import hashlib
 from collections.abc import Iterable
@@ -20,17 +20,17 @@ class Problem:
     prompt: Prompt
     answer: str
     columns: dict[str, Any] = field(default_factory=dict)
-    """Every column of the data row, for the reward functions (`answer` among them)."""
+    """All columns of the data row, including `answer`, for the reward functions."""
     part: str | None = None
-    """Which part of a mixture it comes from."""
+    """Label of the part of a mixture that the problem comes from; None without a mixture."""
 
 
 def text_number(text: str, num_bytes: int) -> int:
-    """A number that the text alone decides, the same in every process: splits and seeds are derived from it."""
+    """Hash of a text as a number, the same in every process; splits and seeds are derived from it."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=num_bytes).digest(), "big")
 
 
 def digest(problems: Iterable[Problem]) -> str:
-    """A checksum of questions and answers: it changes when the data do."""
+    """Checksum of prompts and answers; it changes if the data change."""
     content = "\0".join(f"{problem.prompt}\0{problem.answer}" for problem in problems)
     return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A task: problems by position in an endless stream, held-out problems, and the verdict on answers."""
+"""A task: an endless stream of problems by position, held-out problems, and a verifier for answers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -12,27 +12,27 @@ from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict, Verifier
 
 LOOKAHEAD = 10_000
-"""How many places of a mixture are searched for the step that takes the most problems from one part."""
+"""Number of positions of a mixture searched for the step that takes the most problems from one part."""
 
 
 @dataclass(eq=False)
 class Task:
-    """Problems of one source, and how answers to them are verified."""
+    """Problems of one data set or generator, and the verifier of their answers."""
 
     train: Callable[[int, int], list[Problem]]
-    """The `count` training problems from `position` on, all different."""
+    """A function (position, count) that returns `count` training problems from `position` on, all different."""
     eval_problems: list[Problem]
     verifier: AbstractContextManager[Any]
-    """Ends its processes on exit."""
+    """The verifier; it ends its processes on exit."""
     listed: Sequence[Problem] = ()
-    """All training problems where they are known beforehand; none where they are made."""
+    """Training problems that are known beforehand: all of a data set; empty if problems are generated."""
     curriculum: Curriculum | None = None
     write_solution: Callable[[Problem], str] | None = None
 
     def score(
         self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
     ) -> list[Verdict]:
-        """A verdict on each text. Without `num_tokens` there is no penalty on length."""
+        """Verify the texts; returns a verdict on each. Without `num_tokens` there is no length penalty."""
         names = {name for problem in problems for name in problem.columns}
         columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
         assert isinstance(self.verifier, Verifier)
@@ -47,7 +47,7 @@ class Task:
     # --- curriculum --------------------------------------------------------------------------------
 
     def observe(self, rewards: Sequence[tuple[Problem, float]]) -> None:
-        """Tell the curriculum the rewards of one step, a problem with its reward for each answer of each agent."""
+        """Tell the curriculum the rewards of one step: a pair (problem, reward) for each answer of each agent."""
         if self.curriculum is not None and rewards:
             self.curriculum.observe(sum(reward for _, reward in rewards) / len(rewards))
 
@@ -63,7 +63,7 @@ class Task:
 
 
 class Interleaving:
-    """An endless order of the parts of a mixture. In every stretch each part has about its share of the places."""
+    """An endless order of the parts of a mixture, in which every stretch has about the right share of each part."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.shares = [weight / sum(weights) for weight in weights]
@@ -71,7 +71,7 @@ class Interleaving:
         self._counts = [0] * len(weights)
 
     def parts(self, position: int, count: int) -> list[int]:
-        """The parts of the `count` places from `position` on."""
+        """Indices of the parts at the `count` positions from `position` on."""
         while len(self._order) < position + count:
             size = len(self._order) + 1
             part = max(range(len(self.shares)), key=lambda k: self.shares[k] * size - self._counts[k])
@@ -80,18 +80,18 @@ class Interleaving:
         return list(self._order[position : position + count])
 
     def most(self, part: int, count: int) -> int:
-        """The largest number of places that one part has among `count` places in a row."""
+        """Largest number of problems from one part among `count` problems in a row."""
         so_far = [0, *accumulate(place == part for place in self.parts(0, count + LOOKAHEAD))]
         return max(end - start for start, end in zip(so_far, so_far[count:], strict=False))
 
     def before(self, position: int) -> list[int]:
-        """How many of the first `position` places each part has."""
+        """How many of the first `position` problems come from each part."""
         self.parts(position, 0)
         return [self._order.count(part, 0, position) for part in range(len(self.shares))]
 
 
 class Mixture(Task):
-    """Several tasks as one. Each problem names its part, and its id begins with the part's."""
+    """Several tasks as one. Each problem names its part, and its id begins with the part's label."""
 
     def __init__(self, parts: dict[str, Task], weights: Sequence[float], verifiers: ExitStack) -> None:
         """`verifiers` ends the processes of all parts on exit."""
@@ -101,7 +101,7 @@ class Mixture(Task):
         self.parts = parts
         self._order = Interleaving(weights)
         self._checked = 0
-        """The largest number of problems in a step for which every part is known to have enough."""
+        """Largest step size, in problems, for which every part was checked to have enough."""
 
     def _train(self, position: int, count: int) -> list[Problem]:
         if count > self._checked:
@@ -114,7 +114,7 @@ class Mixture(Task):
         return [next(drawn[k]) for k in order]
 
     def _check(self, count: int) -> None:
-        """UserError if a part runs short in this step or in a later one of the same size."""
+        """Raise UserError if a part has too few problems for this step or a later one of the same size."""
         for k, (label, part) in enumerate(self.parts.items()):
             size = len(part.listed)
             if size and (most := self._order.most(k, count)) > size:

@@ -1,7 +1,7 @@
-"""Rewards of completions: `exact`, `math`, reasoning-gym's scorers, a penalty on length, and users' own functions.
+"""Rewards of completions: `exact`, `math`, reasoning-gym's scorers, a length penalty, and users' own functions.
 
-Whatever may hang or crash runs in child processes. A verifier that fails never turns a reward into 0: the
-rollout gets None, and the verdict says why. A mistake in a user's function ends the run with its place.
+Code that may hang or crash runs in child processes. A verifier that fails never turns a reward into 0: the
+rollout gets None, and the verdict says why. A bug in a user's function ends the run with an error that names its place.
 """
 
 import copy
@@ -24,34 +24,34 @@ from hacrl.tasks.problem import Prompt
 from hacrl.tasks.worker import Reply, Worker
 
 Completion = str | list[dict[str, str]]
-"""As in TRL: a text after a text prompt, one assistant message after chat messages."""
+"""A completion as in TRL: a text if the prompt is a text, one assistant message if it is chat messages."""
 Result = TypeVar("Result")
 
 MEMORY_GIB = 4.0
-"""Memory that the process of a reward function may use, together with the processes that it starts."""
+"""GiB of memory that the process of a reward function may use, including the processes that it starts."""
 BATCH = 16
-"""The largest number of completions that such a process judges in one call."""
+"""Most completions that a process of `math` or GYM judges in one call."""
 GYM = "reasoning-gym"
-"""The reward of tasks from reasoning-gym, whose problems have the columns it needs."""
+"""Name of the reward of tasks from reasoning-gym; their problems have the columns it needs."""
 RESERVED = {"prompt", "prompts", "completion", "completions"}
-"""Columns of the data that are not passed on under their own names."""
+"""Columns of the data that reward functions do not get under their own names."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reward function, or the weighted sum of several, says about one completion."""
+    """The result of a reward function, or of the weighted sum of several, for one completion."""
 
     reward: float | None
-    """None if no function applies, or only a penalty on length, or one failed."""
+    """None if no function applies other than a length penalty, or if a function failed."""
     problem: Literal["error", "timeout"] | None = None
-    """How a function failed; None: none did."""
+    """How a function failed; None if none failed."""
     detail: str = ""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Each function's value, before weighting."""
 
 
 def exact(completions: list[Completion], answer: list[str], **columns: Any) -> list[float | None]:
-    """1.0 where the completion, or its last line, equals the answer up to white space, else 0.0."""
+    """1.0 if the completion, or its last line, equals the answer apart from white space, else 0.0."""
     return [_exact(_text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
@@ -65,13 +65,12 @@ def _text_of(completion: Completion) -> str:
 
 
 class Verifier:
-    """Weighted reward functions.
+    """Scores completions with a weighted sum of reward functions.
 
-    Each is "exact", "math", GYM, a `SoftOverlong`, a user's "module:function" or "path/to/file.py:function", or a
-    Python callable.
-    `timeout` limits `math` and GYM on one completion, in `workers` processes. `call_timeout` limits one call of a
-    user's function, which has a process of its own. `memory_gib` limits the memory of each of these processes. `exact`
-    and callables run here, without a limit.
+    Each function is "exact", "math", GYM, a `SoftOverlong`, a user's "module:function" or "path/to/file.py:function",
+    or a Python callable. `math` and GYM run in `workers` processes; `timeout` limits their seconds for one completion.
+    A user's named function has a process of its own; `call_timeout` limits one call. `memory_gib` limits the memory of
+    each of these processes. `exact` and callables run in this process, without limits.
     """
 
     def __init__(
@@ -102,9 +101,9 @@ class Verifier:
         columns: dict[str, list[Any]],
         num_tokens: Sequence[int] | None = None,
     ) -> list[Verdict]:
-        """One verdict for each completion, in order. `columns` are those of the data, a value for each.
+        """Score completions; returns one verdict for each. Each of the data's `columns` has a value per completion.
 
-        Without `num_tokens` there is no penalty on length.
+        Without `num_tokens` there is no length penalty.
         """
         wrapped: list[Completion] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -122,7 +121,7 @@ class Verifier:
         return [self._combine(index, dict(zip(self._scorers, row, strict=True))) for index, row in rows]
 
     def _combine(self, index: int, verdicts: dict[str, Verdict]) -> Verdict:
-        """The verdict on the completion at this index, from those of the single functions."""
+        """Combine the verdicts of all functions on the completion at this index."""
         values = {name: verdict.reward for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():
             if verdict.problem is not None:
@@ -150,19 +149,19 @@ class Verifier:
 
 
 class Scorer(ABC):
-    """One reward function, where it runs."""
+    """Runs one reward function, in this process or in others."""
 
     @abstractmethod
     def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
-        """A verdict for each of `arguments["completions"]`, whose lengths `num_tokens` are."""
+        """A verdict for each of `arguments["completions"]`, which have `num_tokens` tokens."""
 
     def close(self) -> None:
-        """End its processes, if it has any."""
+        """End the function's processes, if it has any."""
 
 
 @dataclass(frozen=True)
 class SoftOverlong(Scorer):
-    """DAPO's penalty on length: 0 up to `soft_punish_cache` tokens before the maximum, from there down to -1."""
+    """DAPO's length penalty: 0 up to `soft_punish_cache` tokens before the maximum, then falling to -1."""
 
     max_completion_length: int
     soft_punish_cache: int
@@ -173,7 +172,7 @@ class SoftOverlong(Scorer):
         return [Verdict(self.penalty(length)) for length in num_tokens]
 
     def penalty(self, length: int) -> float:
-        """The penalty on a completion of so many tokens."""
+        """The penalty on a completion of `length` tokens."""
         over = length - (self.max_completion_length - self.soft_punish_cache)
         if over <= 0:
             return 0.0
@@ -181,7 +180,7 @@ class SoftOverlong(Scorer):
 
 
 class InProcess(Scorer):
-    """A function that is called here, without limits."""
+    """Calls a reward function in this process, without limits."""
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
@@ -199,7 +198,7 @@ class InProcess(Scorer):
 
 
 class InOneChild(Scorer):
-    """A user's function: one call for all completions."""
+    """Calls a user's function in one child process, once for all completions."""
 
     def __init__(self, spec: str, call_timeout: float, memory_gib: float | None) -> None:
         self._spec, self._call_timeout = spec, call_timeout
@@ -222,12 +221,12 @@ class InOneChild(Scorer):
 
 
 class Pool:
-    """Processes that run one of our own functions, which needs an optional package."""
+    """Child processes that run a built-in reward function, which needs an optional package."""
 
     def __init__(
         self, kind: str, function: str, package: str, timeout: float, workers: int, memory_gib: float | None
     ) -> None:
-        """`kind` is the extra that brings the package, and `kind`_reward.py beside this file has the function."""
+        """`kind` is the pip extra that installs the package; `kind`_reward.py in this folder has the function."""
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
         self._kind, self._timeout, self.size, self.closed = kind, timeout, workers, False
@@ -239,7 +238,7 @@ class Pool:
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix=kind)
 
     def call(self, arguments: dict[str, Any]) -> Reply:
-        """Call the function in a process that is idle, or wait for one."""
+        """Call the function in an idle process; waits for one if all are busy."""
         worker = self._idle.get()
         try:
             reply = worker.call(arguments, self._timeout)
@@ -257,21 +256,21 @@ class Pool:
 
 
 class MathPool(Pool):
-    """Processes that run one of the functions of math_reward.py."""
+    """Child processes that run a function of math_reward.py."""
 
     def __init__(self, function: str, timeout: float, workers: int, memory_gib: float | None = MEMORY_GIB) -> None:
         super().__init__("math", function, "math-verify", timeout, workers, memory_gib)
 
 
 class InManyChildren(Scorer):
-    """`math` and GYM, several calls at a time.
+    """Calls `math` or GYM in several child processes at a time.
 
-    A call judges a batch in the time that a single completion may take; if it does not return, each of them gets a
-    call of its own. So the verdicts are those of single calls, without what most calls cost.
+    A call judges a batch within the time limit of a single completion. If it fails, each completion of the batch gets
+    its own call. So the verdicts equal those of single calls, with far fewer calls.
     """
 
     def __init__(self, pool: Pool, columns: Sequence[str]) -> None:
-        """The pool's function gets these columns beside the completions."""
+        """The pool's function receives these columns in addition to the completions."""
         self._pool, self._columns = pool, columns
 
     def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
@@ -317,7 +316,7 @@ def _scorer(
 
 
 def _name(reward: str | RewardFunction | SoftOverlong) -> str:
-    """What metrics call it: the function's own name, as in TRL."""
+    """The name of a reward in metrics: the function's own name, as in TRL."""
     if isinstance(reward, SoftOverlong):
         return "soft_overlong"
     if isinstance(reward, str):
@@ -330,7 +329,7 @@ def _broken(name: str, detail: str) -> UserError:
 
 
 def _verdicts(reply: Reply, count: int) -> list[Verdict]:
-    """What came of a call on `count` completions: a verdict for each, or one failure for all."""
+    """Turn the reply to a call on `count` completions into verdicts: one for each, or one failure for all."""
     if reply.outcome == "returned":
         return [Verdict(value) for value in reply.values]
     return [Verdict(None, "timeout" if reply.outcome == "timeout" else "error", reply.detail)] * count

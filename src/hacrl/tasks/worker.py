@@ -1,7 +1,7 @@
-"""A reward function in a process of its own, killed when it takes too long and started anew when it is gone.
+"""Runs a reward function in its own process, which is killed if it takes too long and restarted if it is gone.
 
-The process is a fresh interpreter, not a fork: the parent has torch's threads. Another one, `keeper.py`, stands between
-the two.
+The process is a fresh interpreter, not a fork, because the parent has torch's threads. The process of `keeper.py`
+stands between parent and child.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from hacrl.errors import harmless
 from hacrl.tasks import child, keeper
 
 LONGEST_LINE = 10_000
-"""Characters that a function prints without a line break before they are shown."""
+"""Most characters that a function prints without a line break before they are shown."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a call. `detail` continues the sentence "Reward function f ..."."""
+    """The outcome of a call. `detail` continues the sentence "Reward function f ..."."""
 
     outcome: Literal["returned", "raised", "died", "memory", "timeout", "unloadable"]
     values: list[float | None] = field(default_factory=list)
@@ -33,11 +33,11 @@ class Reply:
 
 
 class Worker:
-    """The parent's end of `child.py`; one call at a time."""
+    """The parent's side of `child.py`; it handles one call at a time."""
 
     def __init__(self, function: str, path: list[str], memory_gib: float | None = None) -> None:
-        """Start a child that imports `function`, "module:name" or "/path/to/file.py:name", with `path` as its
-        sys.path, without waiting for it. With all processes that it starts it may use `memory_gib` of memory."""
+        """Start a child that imports `function`, "module:name" or "/path/to/file.py:name", with `path` as its sys.path,
+        without waiting for it. The child and all processes that it starts may use `memory_gib` of memory together."""
         self._order = (function, path)
         self._memory_gib = memory_gib
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Worker:
             return self._exchange((self._number, arguments), limit)
 
     def close(self) -> None:
-        """End the child. A call under way in another thread gets the outcome "died"."""
+        """End the child. A call in progress in another thread gets the outcome "died"."""
         self._kill()
         with self._lock:
             self._discard()
@@ -103,7 +103,7 @@ class Worker:
         return Reply("unloadable", detail=reply.detail + when)
 
     def _exchange(self, message: object, limit: float) -> Reply:
-        """Send a message, if any, and wait for the answer; killing the child ends either, so neither hangs."""
+        """Send a message, if any, and wait for the answer. Neither hangs, because killing the child ends both."""
         expired = threading.Event()
 
         def expire() -> None:
@@ -117,12 +117,12 @@ class Worker:
         try:
             if message is not None:
                 self._socket.sendall(pickle.dumps(message))
-            while answer is None or answer[0] != self._number:  # never what somebody else has answered
+            while answer is None or answer[0] != self._number:  # skip answers to other calls
                 answer = read_answer(self._replies.readline())
         except (OSError, ValueError):
-            answer = None  # the child is gone: how is told below
+            answer = None  # the child is gone; `_gone` says how
         except BaseException:
-            self._discard()  # or its answer to this message would have to be read before the next
+            self._discard()  # otherwise its answer to this message would come before the next one
             raise
         finally:
             timer.cancel()
@@ -143,22 +143,22 @@ class Worker:
         return Reply("died", detail=f"ended its process ({word or signal.SIGKILL.name})")
 
     def _kill(self) -> None:
-        """Have the keeper kill the child and all that it started, and end the send or receive that waits for it."""
+        """Make the keeper kill the child and its descendants, and end any send or receive that waits for the child."""
         for end in (self._control, self._socket):
             with contextlib.suppress(OSError):  # not connected any more
                 end.shutdown(socket.SHUT_RDWR)
 
     def _discard(self, grace: float = 0.0) -> str:
-        """Clear away the child, which has `grace` seconds to end by itself; returns the keeper's last word."""
+        """Clean up the child, which has `grace` seconds to end by itself; returns the keeper's last message."""
         for action, seconds in ((self._kill, grace), (self._process.kill, 2 * keeper.ENDING)):
             try:
                 self._process.wait(seconds)
             except subprocess.TimeoutExpired:
                 action()
         self._process.wait()
-        self._printing.join(0.2)  # its last words; a process that outlives it may keep the pipe open
+        self._printing.join(0.2)  # shows its last output; a process that outlives it may keep the pipe open
         word = b""
-        with contextlib.suppress(OSError):  # closed before, or a copy of its end lives on elsewhere
+        with contextlib.suppress(OSError):  # already closed, or another process holds a copy of its end
             word = self._control.recv(100)
         for end in (self._replies, self._socket, self._control):
             end.close()
@@ -167,7 +167,7 @@ class Worker:
 
 
 def read_answer(line: bytes) -> tuple[int, bool, Any]:
-    """The answer of the child in this line; ValueError if it holds none, as after the child has ended."""
+    """Parse the child's answer in this line; ValueError if there is none, as after the child has ended."""
     answer = json.loads(line)
     if not isinstance(answer, list) or len(answer) != 3:
         raise ValueError("not an answer")
@@ -175,7 +175,7 @@ def read_answer(line: bytes) -> tuple[int, bool, Any]:
 
 
 def show(printed: IO[str]) -> None:
-    """Show what a reward function prints on standard error, without what could take over a terminal."""
+    """Show what a reward function prints on standard error, with control characters escaped."""
     with contextlib.suppress(OSError, ValueError), printed:  # either end is closed
         for line in iter(lambda: printed.readline(LONGEST_LINE), ""):
             sys.stderr.write(harmless(line))
