@@ -88,7 +88,7 @@ class CapabilityTracker:
                 history.append((self._step, performance))
 
     def capabilities(self) -> list[float | None]:
-        """C of each agent, at least `CAPABILITY_FLOOR`; None for an agent without any recorded performance."""
+        """C of each agent, at least `CAPABILITY_FLOOR`; None for an agent without a performance in the window."""
         result: list[float | None] = []
         for history in self._history:
             known = [p for step, p in history if self.options.include_current or step < self._step]

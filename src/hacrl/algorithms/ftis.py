@@ -2,8 +2,8 @@
 
 The rollouts of all agents on a prompt form one group. The gradient of a foreign token is weighted by how much more
 likely the token is for the learner than for its source, truncated at `cap`. Wrong foreign rollouts (A < 0) far from
-the learner are left out. Own rollouts are treated as in GSPO. Our choices: the values of `cap` and `kl_max`, and the
-estimate of the divergence (k3, mean over tokens).
+the learner are left out. Own rollouts are treated as in GSPO. Our interpretation: the values of `cap` and `kl_max`, and
+the estimate of the divergence (k3, mean over tokens).
 
 The method is defined only between agents with one vocabulary. `spread` is our extension to other agents: it spreads
 the log-probability of a completion evenly over its tokens, which changes the weights of single tokens.

@@ -46,7 +46,7 @@ class RobustHACPO(CapabilityAware):
     """Which foreign rollouts are used. The ablations also use those worse than the learner's own: `all`; `centred`
     compares with the mean of the source; `exact` weights them by min(p learner / p source, 1) of the whole answer."""
     truncate: bool = True
-    """Whether min(s, 1) is a factor of the weight. False is an ablation: s has no effect on the weight."""
+    """Whether min(s, 1) is a factor of the weight. False is an ablation that uses the factor 1 instead."""
     cross_omega: bool = True
     """Whether sources with a lower capability than the learner count less. False is an ablation."""
     ratio_unit: Literal["learner", "token"] = "learner"

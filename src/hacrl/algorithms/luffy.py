@@ -2,9 +2,9 @@
 
 A prompt's group consists of the learner's own rollouts and the right ones of other agents. A foreign token has the
 weight f(pi) = pi / (pi + gamma), where pi is its probability under the learner: compared with the plain probability,
-unlikely tokens get more of the gradient. Foreign rollouts have no clip; own ones are treated as in GSPO. Our choices:
-the paper's demonstrations are all right, here right means a reward above the mean of all agents on the prompt; and
-the objective adds one mean over the demonstrations of each source to the mean over own rollouts.
+unlikely tokens get more of the gradient. Foreign rollouts have no clip; own ones are treated as in GSPO. Our
+interpretation: the paper's demonstrations are all right, here right means a reward above the mean of all agents on
+the prompt; and the objective adds one mean over each source's demonstrations to the mean over own rollouts.
 """
 
 import math

@@ -5,7 +5,7 @@ starting from the weights at the start of the run (`imitation`). `reinforce` set
 their own rollouts. Common forms:
 
     at the end, on what GSPO sampled          rft                       (the model that GSPO trained is discarded)
-    at the end, on what untrained agents sampled    reinforce: never
+    at the end, without any GSPO              reinforce: never
     in every step (shared expert iteration)   reinforce: never, imitation.when: step
     before GSPO                               reinforce: after, imitation.when: middle
     from partners after their GSPO            reinforce: before, imitation.answers: others

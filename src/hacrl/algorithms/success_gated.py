@@ -2,8 +2,8 @@
 
 A rollout is a success if its reward is above the mean reward of all agents on that prompt. On prompts where the
 learner has no success of its own, it learns from foreign successes without importance correction. No other foreign
-rollouts are used. Our choices: the advantage of a transferred rollout is the one in the group of all agents, and the
-objective adds one mean over the rollouts of each source to the mean over own rollouts.
+rollouts are used. Our interpretation: the advantage of a transferred rollout is the one in the group of all agents,
+and the objective adds one mean over the rollouts of each source to the mean over own rollouts.
 """
 
 from dataclasses import dataclass, replace

@@ -2,9 +2,9 @@
 
 On a fixed share of the prompts, the learner trains on another agent's group instead of its own; the other agents
 take turns. So it trains on as many rollouts as GSPO does. It treats foreign groups like its own: each has its own
-mean and standard deviation, and there is no importance correction. Own groups are treated as in GSPO. Our choice: in
-the paper each node chooses what to take; here the number of the prompt decides, and the trainer numbers the prompts
-of each step in random order.
+mean and standard deviation, and there is no importance correction. Own groups are treated as in GSPO. Our
+interpretation: in the paper each node chooses what to take; here the number of the prompt decides, and the trainer
+numbers the prompts of each step in random order.
 """
 
 from dataclasses import dataclass, replace

@@ -5,8 +5,8 @@ The rollouts of all agents on a prompt form one group. One rule holds for own an
     term = w A logp / len        w = 1 where A > 0, min(pi / mu, 1) where A < 0; no gradient goes through w
 
 pi / mu is how much more likely the whole answer is for the learner than it was for its source, not a mean over tokens
-as in GSPO. Our choices: the group-relative advantage stands for the reward minus a baseline, and log-probabilities
-are means over tokens, so that a learning rate has the same meaning as in the other algorithms.
+as in GSPO. Our interpretation: the group-relative advantage stands for the reward minus a baseline, and
+log-probabilities are means over tokens, so that a learning rate has the same meaning as in the other algorithms.
 """
 
 from dataclasses import dataclass
