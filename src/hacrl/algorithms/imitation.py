@@ -19,12 +19,12 @@ class Imitation:
     answers: Literal["all", "own", "others"] = "all"
     """Whose answers are kept."""
     confidence: float = 0.0
-    """Answers are drawn with the probability p^confidence, where p is the source's probability per token.
+    """Answers are drawn in proportion to p^confidence, where p is the source's probability per token.
 
     p is the source's probability of the whole answer to the power of 1 / (the learner's tokens). Above 0, lucky
     answers, which their own source found unlikely, are drawn less often. At 0, all are equally likely."""
     focus: float = 0.0
-    """Answers are drawn with the probability (1 - m)^focus, where m is the share of right answers among the learner's
+    """Answers are drawn in proportion to (1 - m)^focus, where m is the share of right answers among the learner's
     own to the prompt. Above 0, prompts that the learner already solves are drawn less often. At 0, all are alike."""
     memory: int = 1
     """With `step`: answers of this many last steps are kept. After a step, agents train on `epochs` times as many
