@@ -103,7 +103,7 @@ class ShardedAgent:
         return joined(name, self._answers())
 
     def _answers(self) -> list[Any]:
-        """Wait for an answer from each rank. The first error ends all: others may be waiting for the one that failed."""
+        """Wait for an answer from each rank. The first error ends all: others may be waiting for the failed one."""
         answers: dict[Connection, Any] = {}
         while len(answers) < len(self.ranks):
             for ready in wait([connection for connection in self.ranks if connection not in answers]):
