@@ -1,4 +1,4 @@
-"""One run from its config to its results."""
+"""Trains one run, from its config to its results."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -30,7 +30,7 @@ RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
     *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length", "reward_memory_gib"),
 }
-"""What may be changed when a run is continued; anything else would make it another run."""
+"""Settings that may change when a run is continued. Any other change would make it another run."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Audience:
-    """Several watchers as one."""
+    """Passes what a run reports on to several watchers."""
 
     watchers: list[Watcher]
 
@@ -61,7 +61,7 @@ def train(
 ) -> RunResult:
     """Train the agents of a config. `resume` continues the run in its `output_dir`.
 
-    When an agent is lost, the run is continued here as it would be in another process, unless `ray.on_failure` is stop.
+    When an agent is lost, this call continues the run as `resume` would, unless `ray.on_failure` is stop.
     """
     restarts = 0
     while True:
@@ -69,7 +69,7 @@ def train(
             return _train(config, resume, console or Terminal(), title)
         except AgentLost as lost:
             run = RunDir(config.output_dir)
-            if not run.config_file.is_file():  # it had not begun
+            if not run.config_file.is_file():  # the run had not begun
                 raise
             how = f"Continue with `hacrl train {run.path} --resume`."
             if config.ray.on_failure == "stop":
@@ -146,7 +146,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
 
 
 def _check_folder(config: RunConfig, resume: bool) -> RunResult | None:
-    """UserError if the run cannot be started or continued in its folder; the result if it is finished already."""
+    """Raise UserError if the run cannot start or continue in its folder; return the result if it is finished."""
     if not resume:
         RunDir.check_free(config.output_dir)
         return None
@@ -166,14 +166,14 @@ def _check_folder(config: RunConfig, resume: bool) -> RunResult | None:
 
 
 def _all_steps(trainer: Trainer, audience: Audience, resume: bool) -> dict[str, Any]:
-    """Train, and report to the trackers; an error says how the run can be continued."""
+    """Train and report to the trackers. A UserError also says how to continue the run."""
     run = trainer.run
     try:
         with Trackers(trainer.config, run) as trackers:
             audience.watchers.append(trackers)
             trackers.summary = trainer.train()
             return trackers.summary
-    except AgentLost:  # `train` goes on
+    except AgentLost:  # `train` handles it
         raise
     except Exception as error:
         if not resume and trainer.step == 0:  # nothing worth keeping
@@ -184,12 +184,12 @@ def _all_steps(trainer: Trainer, audience: Audience, resume: bool) -> dict[str, 
 
 
 def check_same_run(config: RunConfig, saved: RunConfig) -> None:
-    """UserError if continuing the saved run with this config would make it another run."""
+    """Raise UserError if continuing the saved run with this config would make it another run."""
     refuse_changes(config, saved, config.output_dir, "a run", RESUMABLE_CHANGES)
 
 
 def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
-    """The config of an interrupted run, with the few changes that leave it the same run."""
+    """Return the config of an interrupted run with overrides; UserError if one would make it another run."""
     if Path(run_dir).is_file() or (run_dir in preset_names() and not Path(run_dir).is_dir()):
         settings = apply_overrides(read_source(run_dir)[0], overrides)
         folder = settings.get("output_dir", RunConfig.model_fields["output_dir"].default)
@@ -201,7 +201,7 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
         setting, *parts = key.split(".")
         agent = None
         if setting == "agents" and parts:
-            agent, (setting, *parts) = find_item(whole["agents"], [*parts, ""], key)  # "": none behind the id
+            agent, (setting, *parts) = find_item(whole["agents"], [*parts, ""], key)  # "": nothing follows the id
         if setting == "task" and parts:
             setting = parts[-1]
         if setting not in RESUMABLE_CHANGES:
@@ -209,6 +209,6 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
                 f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "
                 "Start a new run with another output_dir."
             )
-        if agent is not None:  # where an agent has the run's section, the rest of it stays as it was
+        if agent is not None:  # an agent that shares the run's section keeps the rest of that section
             data["agents"][agent].setdefault(setting, whole["agents"][agent][setting])
     return RunConfig.from_dict(apply_overrides(data, overrides), with_overrides(str(run_dir), overrides))

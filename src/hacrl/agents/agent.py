@@ -26,7 +26,7 @@ from hacrl.tasks.problem import Problem
 
 
 class Agent:
-    """Samples completions, and learns from its own and from others'."""
+    """Samples completions, and learns from its own and from those of other agents."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Agent:
         sampler: Sampler | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`bases` are the models that agents of this process share where they train adapters only.
+        """`bases` holds the models that agents with adapters share in this process.
 
         `sampler` is the agent's vLLM if it is elsewhere. With several `ranks`, this process holds a part of the agent:
         all ranks get the same calls, and each answers for its share.
@@ -74,16 +74,16 @@ class Agent:
         return self.source.answer(problems, sampled)
 
     def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
-        """Rollouts of a step before which there are updates to be made."""
+        """Sample the rollouts of the next step, and score them, before the updates of this step."""
         rollouts = in_order(self.ranks.gather(self.sample(problems, step, 0)))
         self.learner.score_ahead(rollouts, [self.reader.prompt_ids(problem) for problem in problems])
         return rollouts
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Reading | None]:
-        """What this agent says now of each rollout, behind its own prompt; None if it cannot read it.
+        """The agent's current log-probabilities of each rollout after its own prompt; None if it cannot read it.
 
-        Of its own it says what it recorded when it sampled them, without a pass. With another vocabulary than the
-        source's, and for its own, it also says where tokens end.
+        For its own rollouts it returns those recorded while sampling, without a pass. For these, and for rollouts of a
+        source with another vocabulary, it also returns where tokens end.
         """
         retokenizer = self.reader.retokenizer
         prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
@@ -116,7 +116,7 @@ class Agent:
     # --- the learner -------------------------------------------------------------------------------
 
     def learn(self, lesson: Lesson) -> LearnResult:
-        """An optimizer update for each mini-batch of the step's rollouts; then imitation, if it is due."""
+        """Make one optimizer update for each mini-batch of the step's rollouts; then imitate, if that is due."""
         prompts = dict(enumerate(self.reader.render(prompt) for prompt in lesson.prompts))
         tokens, dropped = self.reader.tokens(lesson.rollouts, prompts, self.index)
         if self.config.mask_truncated_completions:
@@ -132,7 +132,7 @@ class Agent:
         return result
 
     def _keep(self, lesson: Lesson, prompts: dict[int, list[int]]) -> None:
-        """Keep right answers for imitation, but those that this agent cannot read."""
+        """Keep right answers for imitation, except those that this agent cannot read."""
         own_right: defaultdict[int, list[bool]] = defaultdict(list)
         for rollout in lesson.rollouts:
             if rollout.source == self.index:
@@ -158,7 +158,7 @@ class Agent:
         self.load_state_dict(read_state(state_of(state_file, self.ranks.rank), place))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides the weights."""
+        """The agent's state that a checkpoint must hold besides the weights."""
         return {**self.learner.state_dict(), "imitation": self.imitator.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class Agent:
 
 
 def state_of(state_file: Path, rank: int) -> Path:
-    """Where a rank keeps its part of the agent's state."""
+    """The file in which a rank keeps its part of the agent's state."""
     return state_file.with_suffix(f".rank{rank}") if rank else state_file
 
 

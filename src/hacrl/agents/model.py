@@ -1,4 +1,4 @@
-"""The model of one agent, opened: what its source and its learner share."""
+"""The loaded model of one agent, which its source and its learner share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from hacrl.sources.policy import PolicySource
 
 
 def vllm_of(config: AgentConfig) -> VLLM:
-    """vLLM with an agent's model, in this process."""
+    """Start vLLM with an agent's model, in this process."""
     length = config.max_prompt_length + config.max_completion_length
     return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.temperature, config.vllm)
 
@@ -35,7 +35,7 @@ class AgentModel:
         bases: Bases | None = None,
         entropy_gradient: bool = False,
     ) -> None:
-        """`bases` are the models that agents of this process share where they train adapters only."""
+        """`bases` holds the models that agents with adapters share in this process."""
         self.config, self.index, self.seed = config, index, seed
         self.tokenizer = load_tokenizer(config)
         self.adapter: Adapter | None = None
@@ -54,15 +54,15 @@ class AgentModel:
         return Adapter(model, self.config, source_of(self.config), derive_seed(self.seed, ADAPTER, self.index))
 
     def weights(self) -> Weights:
-        """The weights to be trained, with room for their gradients."""
+        """Return the weights to be trained, with memory for their gradients."""
         return MasterWeights(self.model, self.policy.dtype, self.config.optimizer_offload)
 
     def freeze(self) -> None:
-        """Make it a model that only answers: no gradients, all weights in the dtype it computes in."""
+        """Make this a model that only answers: no gradients, and all weights in the dtype it computes in."""
         cast_parameters(self.model.requires_grad_(False), self.policy.dtype)
 
     def source(self, version: Callable[[], int] = lambda: 0, sampler: Sampler | None = None) -> PolicySource:
-        """Samples from the model. `version` counts its updates; `sampler` is the agent's vLLM if it is elsewhere."""
+        """A source that samples from the model. `version` counts updates; `sampler` is a vLLM that runs elsewhere."""
         engine: Engine
         if self.config.engine == "vllm":
             vllm = sampler or vllm_of(self.config)
@@ -72,14 +72,14 @@ class AgentModel:
         return PolicySource(self.config, self.index, self.seed, self.reader, engine, version)
 
     def starting_policy(self) -> Score:
-        """The model as it starts, which stays as it is."""
+        """Return the scoring function of the starting model, which is never updated."""
         config = self.config
         if self._base is None:
             model = load_model(config)
         else:
             model = with_same_weights(self._base)
             if base_model(source_of(config)) != source_of(config):
-                self._adapter(model)  # training goes on from adapters
+                self._adapter(model)  # training continues from saved adapters
         start = Policy(model.requires_grad_(False), config, self.reader.stop_ids)
         cast_parameters(start.model, self.policy.dtype)
         return start.score

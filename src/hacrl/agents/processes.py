@@ -1,6 +1,6 @@
 """One agent in several processes (FSDP): what a rank does, and the ranks that are started on this machine.
 
-`ShardedAgent` starts ranks here and asks them through pipes; `RayExecutor` does so on a cluster.
+`ShardedAgent` starts ranks here and calls them through pipes; `RayExecutor` does so on a cluster.
 """
 
 import logging
@@ -27,12 +27,12 @@ from hacrl.learners.ranks import ALONE, join_ranks
 from hacrl.rollouts.vllm import Sampler
 
 SHARED = ("sample", "answer")
-"""Calls of which each rank answers its share; the first rank answers all others."""
+"""Calls that every rank answers for its share. The first rank alone answers all other calls."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What one process has to know to be a rank of an agent, or all of it."""
+    """What a process must know to be one rank of an agent, or the whole agent."""
 
     config: AgentConfig
     index: int
@@ -43,7 +43,7 @@ class Member:
     meeting_point: str
 
     def agent(self, sampler: Sampler | None = None) -> Agent:
-        """Open the model; of an agent in several processes, meet the other ranks first."""
+        """Load the agent. If it is divided among several processes, meet the other ranks first."""
         config, ranks = self.config, ALONE
         if config.fsdp > 1:
             logging.getLogger("hacrl").disabled = self.rank > 0  # one warning is enough
@@ -51,13 +51,13 @@ class Member:
         return Agent(config, self.index, self.algorithm, self.seed, self.trace, sampler=sampler, ranks=ranks)
 
     def ask(self, agent: Agent, name: str, *args: Any) -> Any:
-        """This rank's part of the answer to a call."""
+        """Call a method of the agent, and return this rank's part of the answer."""
         answer = getattr(agent, name)(*args)
         return answer if name in SHARED or self.rank == 0 else None
 
 
 def joined(name: str, parts: list[Any]) -> Any:
-    """The answer to a call, from the parts of all ranks."""
+    """Join the parts of all ranks into the answer to a call."""
     if name == "sample":
         return in_order([rollout for part in parts for rollout in part])
     if name == "answer":
@@ -70,7 +70,7 @@ class ShardedAgent:
 
     def __init__(self, config: AgentConfig, index: int, algorithm: Algorithm, seed: int, trace: bool = False) -> None:
         self.config, self.index = config, index
-        self.device = torch.device("cpu")  # that of this process's part of the work
+        self.device = torch.device("cpu")  # where this process does its part of the work
         self.folder = tempfile.TemporaryDirectory(prefix="hacrl-")
         threads = str(max(torch.get_num_threads() // config.fsdp, 1))
         first = resolve_device(config.device)
@@ -89,10 +89,10 @@ class ShardedAgent:
             own = config.model_copy(update={"device": device})
             tell(here, Member(own, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
             self.ranks.append(here)
-        self._answers()  # all have opened the model
+        self._answers()  # wait until all ranks have loaded the model
 
     def __getattr__(self, name: str) -> Any:
-        """Every method of `Agent`: all ranks are asked, and their answers joined."""
+        """Return a method of `Agent` that calls all ranks and joins their answers."""
         if name.startswith("_"):
             raise AttributeError(name)
         return partial(self._call, name)
@@ -103,7 +103,7 @@ class ShardedAgent:
         return joined(name, self._answers())
 
     def _answers(self) -> list[Any]:
-        """One of each rank. The first error ends them all: the others may be waiting for the one that failed."""
+        """Wait for an answer from each rank. The first error ends all: others may be waiting for the failed one."""
         answers: dict[Connection, Any] = {}
         while len(answers) < len(self.ranks):
             for ready in wait([connection for connection in self.ranks if connection not in answers]):
@@ -119,7 +119,7 @@ class ShardedAgent:
 
 
 def tell(connection: Connection, what: Any) -> None:
-    connection.send_bytes(pickle.dumps(what))  # send() would lend tensors, which takes both processes
+    connection.send_bytes(pickle.dumps(what))  # send() would share tensor memory, which needs both processes
 
 
 def hear(connection: Connection) -> Any:
@@ -133,7 +133,7 @@ def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Be a rank: answer calls until nobody is there to make any."""
+    """Run as a rank: answer calls until the caller is gone."""
     member: Member = hear(connection)
     agent = member.agent()
     tell(connection, None)
@@ -152,4 +152,4 @@ def main() -> None:
         tell(connection, error)
     except Exception:
         tell(connection, RuntimeError(traceback.format_exc()))
-    os._exit(0)  # without waiting for ranks that may never come
+    os._exit(0)  # does not wait for ranks that may never come

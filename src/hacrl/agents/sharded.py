@@ -1,4 +1,4 @@
-"""The model of an agent in several processes: each holds a part of it, and all of it while it samples."""
+"""The model of an agent in several processes. Each holds a part of it, and the whole model while it samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from hacrl.tasks.problem import Problem
 
 
 class ShardedModel:
-    """An agent's model of which this process, one rank, holds a part. Offers what `AgentModel` does."""
+    """The part of an agent's model that one rank holds. An agent uses it in place of `AgentModel`."""
 
     def __init__(self, config: AgentConfig, index: int, seed: int, ranks: Ranks, entropy_gradient: bool) -> None:
         self.config, self.index, self.ranks = config, index, ranks
@@ -66,7 +66,7 @@ class ShardedModel:
 
 
 class RankSource(PolicySource):
-    """Samples for its share of the problems."""
+    """The source of one rank, which samples for its share of the problems."""
 
     def __init__(self, ranks: Ranks, *args: Any) -> None:
         super().__init__(*args)
@@ -84,7 +84,7 @@ class RankSource(PolicySource):
 
 
 class GatheredEngine:
-    """Samples from the whole model, whose weights are in this process only meanwhile."""
+    """Samples from the whole model, whose weights are in this process only while it samples."""
 
     def __init__(
         self, config: AgentConfig, sharded: nn.Module, model: Any, reader: Reader, device: torch.device
@@ -117,6 +117,6 @@ class GatheredEngine:
 
 
 def empty(model: nn.Module) -> None:
-    """Give the memory of a model's weights back."""
+    """Free the memory of a model's weights."""
     for parameter in model.parameters():
         parameter.data = torch.empty(0)

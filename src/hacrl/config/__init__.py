@@ -1,4 +1,4 @@
-"""The settings of a run as one typed tree; tasks, warm-ups and studies beside it."""
+"""The settings of runs, tasks, warm-ups and studies, each as one typed tree."""
 
 from hacrl.config.agent import AgentConfig, LoraConfig, ModelSettings, ResourcesConfig, Settings
 from hacrl.config.algorithm import parse_algorithm

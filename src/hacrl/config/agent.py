@@ -8,12 +8,12 @@ from hacrl.config.strict import Count, Few, Label, Length, Options, Size, Strict
 
 
 class LoraConfig(Strict):
-    """Adapters beside a model's layers, in place of all its weights."""
+    """LoRA: adapters beside a model's layers are trained in place of its weights."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
-    """Rank."""
+    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
-    """What adapters add is multiplied by alpha / r."""
+    """The output of adapters is multiplied by alpha / r."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of the layers that get adapters; default: all linear layers but the output projection."""
 
@@ -35,78 +35,78 @@ class ModelSettings(Strict):
     adam_epsilon: Annotated[float, Field(gt=0, le=1000)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     lora: LoraConfig | None = None
-    """Train adapters only. Agents of a process with the same model, dtype and device share its weights."""
+    """Train adapters only. Agents in one process with the same model, dtype and device share the model's weights."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: moments of 8 bits, by bitsandbytes, on CUDA."""
+    """adamw_8bit keeps moments in 8 bits; it needs bitsandbytes and CUDA."""
     optimizer_offload: bool = False
-    """Keep float32 weights, gradients and moments in the computer's memory, and update there."""
+    """Keep float32 weights, gradients and moments in the computer's memory, and update weights there."""
     micro_batch_size: Size | None = None
     """Rollouts in one forward and backward pass; default: as many as fit into memory. Changes memory and speed only."""
     gradient_checkpointing: bool | None = None
-    """Keep no activations inside layers, compute them again; default: where a rollout would not fit into memory."""
+    """Recompute activations inside layers instead of keeping them; default: if a rollout would not fit into memory."""
     sampling_batch_size: Size = 512
     """Completions decoded at once."""
     system_prompt: str | None = None
     prompt_suffix: str = ""
-    """Added to the end of each prompt as it is, in a chat to the last message of the user."""
+    """Text added unchanged to the end of each prompt; in a chat, to the user's last message."""
     chat_template_kwargs: Options = {}
-    """Passed to the chat template, for example {enable_thinking: false}."""
+    """Options passed to the chat template, for example {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the computation. Weights and optimizer are float32 in either case: bfloat16 ones hardly move."""
+    """Precision of the computation. Weights and optimizer are always float32, because bfloat16 weights hardly move."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
-    """auto: the first GPU if there is one."""
+    """Device of the model; auto: the first GPU if there is one, else the CPU."""
     trust_remote_code: bool = False
     fast: bool = True
-    """False: the plain implementation, which computes the same and is what the fast one is tested against."""
+    """False: use the plain implementation. It computes the same, and the fast one is tested against it."""
 
 
 class ResourcesConfig(Strict):
-    """What a process takes of a Ray cluster."""
+    """Resources that a process takes from a Ray cluster."""
 
     num_cpus: Few = 1
-    """Cores, and torch's threads."""
+    """CPU cores, and the number of torch's threads."""
     num_gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
-    """Default: 0 for `device: cpu` or where the cluster has no GPU, else 1."""
+    """GPUs; default: 0 for `device: cpu` or if the cluster has no GPU, else 1."""
     custom: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = {}
-    """Resources that nodes were started with: `ray start --resources='{"big": 1}'`."""
+    """Custom resources that nodes were started with: `ray start --resources='{"big": 1}'`."""
 
 
 class AgentResources(ResourcesConfig):
-    """What an agent takes of a Ray cluster; with `fsdp`, each of its processes."""
+    """Resources that an agent takes from a Ray cluster; with `fsdp`, each of its processes takes them."""
 
     sampler: ResourcesConfig | None = None
-    """What a separate process for vLLM takes, with `engine: vllm`; null: vLLM runs in the agent's process."""
+    """Resources of a separate process for vLLM, with `engine: vllm`; null: vLLM runs in the agent's process."""
 
 
 class Settings(ModelSettings):
-    """Settings of an agent in a run. Given for the run they hold for all agents; an agent may override each."""
+    """Settings of an agent in a run. Set for the run, they hold for all agents; an agent may override them."""
 
     num_generations: Annotated[int, Field(ge=1, le=65_536)] = 8
     """G: completions sampled for each prompt."""
     temperature: Annotated[float, Field(gt=0, le=1000)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Count = 0
-    """0: no limit."""
+    """Sample from the k most likely tokens only; 0: no limit."""
     num_iterations: Few = 1
-    """Passes over a batch."""
+    """Passes over the rollouts of a step."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off out of the objective (they still count in the baseline)."""
     log_kl: bool = True
-    """Log the KL divergence to the starting model even when beta is 0; keeps a copy of its weights."""
+    """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights."""
     max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
-    """Largest mean difference, per token, between recorded and recomputed log-probabilities."""
+    """Largest mean difference, per token, between recorded and recomputed log-probabilities; beyond it the run ends."""
     recompute_logprobs: bool | None = None
-    """Take own old log-probabilities from the learner, not from the sampler; default: if dtype is bfloat16."""
+    """Take old log-probabilities of own rollouts from the learner, not the sampler; default: if dtype is bfloat16."""
     engine: Literal["native", "vllm"] = "native"
-    """What samples: the built-in decoder on the weights that are trained, or vLLM, whose copy follows each update."""
+    """Sample with the built-in decoder from the trained weights, or with vLLM from a copy that follows each update."""
     vllm: Options = {}
-    """Passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
+    """Options passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
     sampler_ratio_max: Annotated[float, Field(ge=1, le=1e6)] | None = None
-    """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: do not."""
+    """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: no."""
     resources: AgentResources = AgentResources()
-    """What the agent takes of a Ray cluster, with `execution: ray`."""
+    """Resources that the agent takes from a Ray cluster, with `execution: ray`."""
     fsdp: Few = 1
-    """Processes among which weights, gradients and optimizer are divided; with CUDA, a GPU each, from `device` on."""
+    """Number of processes that divide weights, gradients and optimizer; with CUDA, a GPU each, from `device` on."""
 
 
 class AgentConfig(Settings):

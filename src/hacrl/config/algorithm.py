@@ -16,7 +16,7 @@ def parse_algorithm(value: Any) -> Algorithm:
         return value
     if not isinstance(value, dict):
         raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
-    if isinstance(value.get("scale_rewards"), bool):  # as TRL has it
+    if isinstance(value.get("scale_rewards"), bool):  # TRL also takes true and false
         value = {**value, "scale_rewards": "group" if value["scale_rewards"] else "none"}
     name = value.get("name", RobustHACPO.name)
     if not isinstance(name, str) or name not in ALGORITHMS:
@@ -25,7 +25,7 @@ def parse_algorithm(value: Any) -> Algorithm:
     for section, default in vars(ALGORITHMS[name]()).items():
         if dataclasses.is_dataclass(default) and isinstance(value.get(section), dict):
             check_options(value[section], type(default), section)
-            # What is not set keeps the default of this algorithm, which may differ from that of the section.
+            # Options that are not set keep the algorithm's default, which may differ from the section's default.
             value = {**value, section: {**vars(default), **value[section]}}
     try:
         return TypeAdapter(ALGORITHMS[name]).validate_python(value)

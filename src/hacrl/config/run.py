@@ -23,7 +23,7 @@ from hacrl.errors import UserError, nearest
 TRACKERS = ("tensorboard", "wandb", "trackio")
 MAX_AGENTS = 256
 MAX_ROLLOUTS = 10_000_000
-"""Rollouts of one step, which are all in memory."""
+"""The most rollouts of one step, which are all in memory."""
 STUDY_KEYS = {"algorithms", "teams", "pairs", "seeds", "baseline"}
 
 Member = TypeVar("Member")
@@ -31,10 +31,10 @@ Team = Annotated[list[Member], Field(min_length=1, max_length=MAX_AGENTS)]
 
 
 class TeamConfig(Strict):
-    """Settings of several agents: those that hold for all of them, and the agents, which may override each."""
+    """Settings of several agents: shared ones, and the agents, which may override them."""
 
     command: ClassVar[str]
-    """The command that takes such a file."""
+    """The `hacrl` command that takes such a file."""
     first_keys: ClassVar[tuple[str, ...]] = ("agents",)
     """Sections that come first in the YAML text."""
     agents: Team[Any]
@@ -42,7 +42,7 @@ class TeamConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _share_settings(cls, data: Any) -> Any:
-        """Give each agent what is set for all and not by itself."""
+        """Give each agent the shared settings that it does not set itself."""
         if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
             return data
         shared = {name: data[name] for name in cls.shared_settings() if name in data}
@@ -77,7 +77,7 @@ class TeamConfig(Strict):
         return checked(cls, data, where)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings as plain data; those of an agent only where they differ from the others'."""
+        """All settings as plain data. An agent lists only settings that differ from the shared ones."""
         data, shared = self.model_dump(mode="json"), self.shared_settings()
         agents = [
             {name: value for name, value in agent.items() if name not in shared or value != data[name]}
@@ -90,10 +90,10 @@ class TeamConfig(Strict):
 
 
 class RayConfig(Strict):
-    """Where agents run with `execution: ray`, and what is done when one is lost."""
+    """Where agents run with `execution: ray`, and what happens when one is lost."""
 
     address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
-    """auto: the cluster of this machine; HOST:PORT: that one; null: a private Ray instance, started for this run."""
+    """auto: this machine's cluster; HOST:PORT: that cluster; null: a private Ray instance, started for this run."""
     on_failure: Literal["restart", "stop"] = "restart"
     """When an agent's process or node is lost: go on from the newest checkpoint, or end the run."""
     max_restarts: Count = 3
@@ -125,9 +125,9 @@ class RunConfig(TeamConfig, Settings):
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
     save_final: bool = True
-    """False: none after the last step, unless `keep_best` wants it. For studies whose models nobody needs."""
+    """False: no checkpoint after the last step, unless `keep_best` saves one. For studies that need no models."""
     save_total_limit: Positive | None = None
-    """How many checkpoints are kept, besides the best."""
+    """How many of the newest checkpoints are kept, besides the best; null: all."""
     keep_best: bool = False
     """Also save when the mean held-out accuracy is the best so far, and never delete that checkpoint."""
     dynamic_sampling: bool = False
@@ -136,7 +136,7 @@ class RunConfig(TeamConfig, Settings):
     """The most rounds of sampling in one step."""
     seed: Seed = 0
     trace: bool = False
-    """Write one line for every rollout each learner used in each update."""
+    """Write a trace: one line for every rollout that a learner used in an update."""
     report_to: list[str] = []
     """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
     execution: Literal["local", "ray"] = "local"
@@ -216,7 +216,7 @@ class RunConfig(TeamConfig, Settings):
 
 
 def check_command(command: str, data: dict[str, Any], where: str) -> None:
-    """Raise UserError if a file is for another command, by keys that only files of that kind have."""
+    """Raise UserError if a file is for another command, which keys of that kind of file show."""
     agents = data.get("agents")
     sections = [data, *agents] if isinstance(agents, list) else [data]
     if "agents" not in data and STUDY_KEYS & data.keys():

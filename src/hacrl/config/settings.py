@@ -1,4 +1,4 @@
-"""Settings as they are given, before anything is checked: presets, YAML files and `key=value`."""
+"""Reads settings before they are checked: presets, YAML files and `key=value`."""
 
 import os
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ def preset_names() -> list[str]:
 
 
 def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
-    """The settings in a preset or a YAML file, and its name for error messages."""
+    """Return the settings in a preset or a YAML file, and its name for error messages."""
     path = Path(source)
     if str(source) in preset_names():
         path = PRESETS / f"{source}.yaml"
-    elif not os.path.isfile(path):  # which takes a name that is too long for one of no file
+    elif not os.path.isfile(path):  # os.path.isfile returns False for a name that is too long
         if (path / "config.yaml").is_file():
             raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
         if path.suffix in (".yaml", ".yml") or path.parent != Path():
@@ -36,7 +36,7 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply `a.b.c=value`. The last one wins; another algorithm.name starts from that algorithm's defaults."""
+    """Apply each `a.b.c=value`. The last one wins; another algorithm.name starts from that algorithm's defaults."""
     values: dict[tuple[str, ...], Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -61,14 +61,14 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def with_overrides(where: str, overrides: Sequence[str]) -> str:
-    """Where a mistake is, for a person: the file may be right and an override wrong."""
+    """The place of a mistake for error messages. It names the overrides too, because one of them may be wrong."""
     return " ".join([where, "with", *overrides] if overrides else [where])
 
 
 def find_item(items: Sequence[Any], path: Sequence[str], where: str) -> tuple[int, Sequence[str]]:
     """The position of the item that a path begins with, by its id or its position, and the rest of the path."""
     ids = [str(item.get("id", position)) if isinstance(item, dict) else "" for position, item in enumerate(items)]
-    # An id may have dots itself: the longest that fits is meant.
+    # An id may contain dots: the longest that fits is meant.
     parts = next((n for n in range(len(path), 0, -1) if ".".join(path[:n]) in ids), 1)
     key = ".".join(path[:parts])
     position = ids.index(key) if key in ids else int(key) if key.isdecimal() and len(key) < 10 else -1

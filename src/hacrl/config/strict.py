@@ -15,9 +15,9 @@ Positive = Annotated[int, Field(ge=1, le=MOST)]
 Size = Annotated[int, Field(ge=1, le=1_000_000)]
 """How many prompts, rows or problems are handled together."""
 Length = Annotated[int, Field(ge=1, le=2**20)]
-"""Tokens of a text."""
+"""Length of a text in tokens."""
 Few = Annotated[int, Field(ge=1, le=1024)]
-"""Processes, threads, passes and the like, each of which costs."""
+"""A number of processes, threads or passes, each of which is costly."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A time limit; at most a year."""
@@ -26,11 +26,11 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """A name that can be part of a path and of a metric."""
 
 MAX_MISTAKES = 20
-"""Mistakes that an error lists."""
+"""The most mistakes that one error message lists."""
 
 
 def plain_data(value: Any, place: str = "") -> Any:
-    """Raise ValueError unless JSON can hold the value, with numbers of a usual size: it is written to files."""
+    """Return the value; ValueError unless JSON can hold it, with numbers of a usual size. It is written to files."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -49,7 +49,7 @@ def plain_data(value: Any, place: str = "") -> Any:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(plain_data)]
-"""Options that are handed to another library."""
+"""Options that are passed to another library."""
 
 
 class Strict(BaseModel):
@@ -78,7 +78,7 @@ def parts(annotation: Any) -> Iterator[Any]:
 
 
 def is_number(annotation: Any) -> bool:
-    """Whether a type is int or float, optional ones and those with limits included."""
+    """Whether a type is int or float, also if it is optional or has limits."""
     return any(part in (int, float) for part in parts(annotation))
 
 
@@ -95,7 +95,7 @@ Tree = TypeVar("Tree", bound=BaseModel)
 
 
 def checked(model: type[Tree], data: dict[str, Any], where: str = "") -> Tree:
-    """Build the typed tree; UserError with a line for each mistake. `where` is what the user knows the data by."""
+    """Build the typed tree; UserError with a line for each mistake. `where` names the data for the user."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -106,7 +106,7 @@ def explain(error: ValidationError, model: type[BaseModel] = Strict) -> list[str
     """One line for each mistake: the place, the value and what to do. `model` is the tree that has the mistakes."""
     mistakes = error.errors()
     for_all_agents = {mistake["loc"] for mistake in mistakes}
-    # A setting of the run, which its agents share, is told once.
+    # A mistake in a setting that agents share is reported once.
     mistakes = [each for each in mistakes if each["loc"][:1] != ("agents",) or each["loc"][2:] not in for_all_agents]
     lines = []
     for mistake in mistakes[:MAX_MISTAKES]:

@@ -1,4 +1,4 @@
-"""The one reader and the one writer of YAML: what could surprise or overwhelm is refused with its line and column."""
+"""Reads and writes all YAML. Anything that could surprise or overwhelm is refused with its line and column."""
 
 import reprlib
 from typing import Any
@@ -8,7 +8,7 @@ import yaml
 from hacrl.errors import CONTROL, UserError, harmless
 
 MAX_BYTES = 250_000
-"""The largest text that is read: a second or two of work."""
+"""Size of the largest text that is read, which takes a second or two."""
 MAX_DEPTH = 100
 """The deepest nesting, aliases included."""
 MAX_SIZE = 250_000
@@ -23,7 +23,7 @@ KINDS = {"int": "whole number", "float": "number", "bool": "boolean", "timestamp
 
 
 class Refused(yaml.MarkedYAMLError):
-    """Valid YAML that no setting needs."""
+    """Raised for valid YAML that no setting needs."""
 
     def __init__(self, problem: str, mark: Any) -> None:
         super().__init__(problem=problem, problem_mark=mark)
@@ -52,7 +52,7 @@ class StrictLoader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Size and depth of a node; refuses tags, keys that are there twice, and what is too large or too deep."""
+        """Return the size and depth of a node; refuse tags, duplicate keys, and what is too large or too deep."""
         if node.tag not in PLAIN:
             raise Refused(f"the tag {node.tag!r} has no meaning in settings", node.start_mark)
         if isinstance(node, yaml.ScalarNode):
@@ -70,7 +70,7 @@ class StrictLoader(yaml.SafeLoader):
         return size, depth
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Refuse a key that is there twice. Merges, which may repeat keys, are carried out later."""
+        """Refuse duplicate keys. Merges, which may repeat keys, are carried out later."""
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -99,7 +99,7 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str | bytes, where: str) -> Any:
-    """The data of a YAML text; UserError that begins with `where` and has the line and column."""
+    """Return the data of a YAML text. A UserError begins with `where` and names the line and column."""
     if len(text) > MAX_BYTES:
         raise UserError(f"{where}: {len(text):,} bytes are too many for settings; at most {MAX_BYTES:,} are read.")
     if isinstance(text, bytes):
@@ -135,7 +135,7 @@ def _decode(content: bytes, where: str) -> str:
 
 
 def line_and_column(before: str) -> tuple[int, int]:
-    """Line and column of what comes after a text."""
+    """Line and column of the place right after a text."""
     return before.count("\n") + 1, len(before) - before.rfind("\n")
 
 

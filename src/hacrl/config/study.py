@@ -32,32 +32,32 @@ class StudyConfig(Strict):
     base: Changes = Field(default_factory=dict)
     """What all runs start from: a preset, a run's YAML file (its path is relative to the study's), or its content."""
     settings: Changes = Field(default_factory=dict)
-    """Settings of all runs, over base and team. What they say of `algorithm` holds for each of the algorithms."""
+    """Settings of all runs, which override base and team. Options of `algorithm` hold for each of the algorithms."""
     teams: dict[Label, Changes] = Field(default_factory=dict)
-    """Teams to compare, over base: a preset, a file or its content for each; or a list of presets. None: base alone."""
+    """Teams to compare: for each a preset, a file or its content, over base; or a list of presets. None: base alone."""
     algorithms: Annotated[dict[Label, Changes], Field(min_length=1)]
-    """Label -> settings. A label NAME is that algorithm; NAME_xN the same with N times the rollouts."""
+    """Settings by label. The label NAME means that algorithm; NAME_xN means it with N times the rollouts."""
     options: dict[Label, Changes] = Field(default_factory=dict)
-    """Crossed with the algorithms as ALGORITHM+OPTION; one without settings is the algorithm as it is."""
+    """Settings that are crossed with the algorithms as ALGORITHM+OPTION; without settings, the plain algorithm."""
     seeds: list[Seed] = Field(default=[0, 1, 2], min_length=1, max_length=MAX_RUNS)
-    """A list, or how many from 0 on."""
+    """Seeds of the runs: a list, or a number N for 0 to N - 1."""
     baseline: str | None = None
-    """What the others are compared with: ALGORITHM or ALGORITHM+OPTION; default: the first."""
+    """The variant that others are compared with: ALGORITHM or ALGORITHM+OPTION; default: the first."""
     metric: Literal["final_accuracy", "final_sampled"] = "final_accuracy"
-    """What is compared: greedy accuracy, or what `eval_samples` found."""
+    """What is compared: accuracy of greedy answers, or of answers sampled with `eval_samples`."""
     interval: Literal["t", "bootstrap"] = "t"
-    """How the 95 % intervals over seeds are made."""
+    """How the 95 % intervals over seeds are computed."""
     jobs: Few | None = None
     """Runs at once; default: as many as there are cores for, or four for each GPU."""
     threads: Few | None = None
     """Threads of each run; default: one, or more if there are fewer runs than cores. Results depend on it."""
     output_dir: str | None = None
-    """Default: runs/study-NAME."""
+    """Folder of the study; default: runs/study-NAME."""
 
     @field_validator("algorithms", "teams", "options", mode="before")
     @classmethod
     def _as_mapping(cls, value: Any) -> Any:
-        """A list of names is a mapping without settings, and so is a name without any."""
+        """Turn a list of names, or names without a value, into a mapping with empty settings."""
         if isinstance(value, list):
             twice = [item for position, item in enumerate(value) if item in value[:position]]
             if twice:
@@ -100,7 +100,7 @@ class StudyConfig(Strict):
 
     @property
     def variants(self) -> dict[str, tuple[str, Changes]]:
-        """Label -> the label of its algorithm, and the settings of its option."""
+        """By label of the variant: the label of its algorithm, and the settings of its option."""
         return {
             f"{algorithm}+{option}" if changes else algorithm: (algorithm, changes)
             for algorithm in self.algorithms
@@ -137,7 +137,7 @@ class StudyConfig(Strict):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "study", folder: Path | None = None) -> Self:
-        """Check settings as they are in a YAML file. Files of runs that they name are looked for in `folder`."""
+        """Check the settings of a YAML file. Files of runs that they name are looked for in `folder`."""
         data = with_teams(data, where)
         for key in data:
             if key not in cls.model_fields:
@@ -156,7 +156,7 @@ class StudyConfig(Strict):
         return checked(cls, data, where)
 
     def to_yaml(self) -> str:
-        """Files and presets are written out, so that it stands alone; the folder is where it lies."""
+        """The study as YAML that stands alone: files and presets are written out, output_dir is left out."""
         return dump_yaml(self.model_dump(mode="json", exclude={"output_dir"}))
 
 

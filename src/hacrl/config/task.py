@@ -12,12 +12,12 @@ class RewardConfig(Strict):
     """One reward function and its weight."""
 
     name: str
-    """exact, math, soft_overlong, or module:function."""
+    """The reward function: exact, math, soft_overlong, or module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     max_completion_length: Length | None = None
-    """The number of tokens from which on soft_overlong is -1."""
+    """The number of tokens from which soft_overlong is -1."""
     soft_punish_cache: Annotated[int, Field(ge=0, le=2**20)] | None = None
-    """How many tokens before that soft_overlong begins to fall."""
+    """How many tokens before `max_completion_length` soft_overlong begins to fall."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -33,7 +33,7 @@ class CurriculumConfig(Strict):
     """Stages of a task from reasoning-gym, from easy to hard."""
 
     stages: Annotated[list[Options], Field(min_length=2, max_length=1000)]
-    """Options of each stage, over `options`."""
+    """Options of each stage, which override `options`."""
     threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
     """The next stage begins when the mean reward of the last `window` steps is at least this."""
     window: Positive = 5
@@ -58,20 +58,20 @@ class ProblemsConfig(Strict):
     curriculum: CurriculumConfig | None = None
     """Stages of a gym task, from easy to hard."""
     train: str | None = None
-    """A JSONL or parquet file, a folder written by `datasets`, or a hub id."""
+    """Training data: a JSONL or parquet file, a folder written by `datasets`, or a hub id."""
     eval: str | None = None
     subset: str | None = None
     eval_subset: str | None = None
-    """Subsets of hub data sets."""
+    """Subset of the hub data set in `eval`; `subset` is that of `train`."""
     train_split: str = "train"
     eval_split: str = "test"
     """Split of a hub data set; for procedural tasks `test` or `validation`."""
     reward: list[RewardConfig] = []
-    """exact, math, soft_overlong or module:function; or a list of them with weights."""
+    """Reward functions: exact, math, soft_overlong or module:function; or a list of them with weights."""
     reward_timeout: Seconds = 10.0
-    """Seconds for one completion in `math`, and in the scorer of a gym task."""
+    """Time limit in seconds for one completion in `math`, and in the scorer of a gym task."""
     reward_call_timeout: Seconds = 120.0
-    """Seconds for one call of your own function."""
+    """Time limit in seconds for one call of your own reward function."""
     reward_workers: Few = 2
     reward_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = 4.0
     """Memory that each process of a reward function may use, with the processes it starts; null: no limit."""
@@ -137,7 +137,7 @@ def is_data_set(source: str | None) -> bool:
 
 
 def part_label(id: str | None, name: str | None, train: str | None) -> str:
-    """What metrics call a part of a mixture."""
+    """The name of a part of a mixture in metrics."""
     return id or (name or "").removeprefix("gym:") or Path(str(train)).stem
 
 
@@ -145,7 +145,7 @@ class PartConfig(ProblemsConfig):
     """One part of a mixture."""
 
     id: Label | None = None
-    """What metrics call it; default: the task's or the file's name."""
+    """The name of the part in metrics; default: the task's or the file's name."""
     weight: Weight = 1.0
 
     @property
@@ -162,7 +162,7 @@ class TaskConfig(ProblemsConfig):
     """Where problems come from and how answers are verified."""
 
     mixture: Annotated[list[PartConfig], Field(max_length=100)] = []
-    """Several kinds of problems in one task, each with a weight. Then nothing but `eval_size` is given beside it."""
+    """Several kinds of problems in one task, each with a weight. Only `eval_size` may be set beside it."""
     eval_size: Size = 500
     """The most held-out problems that are used during training."""
 

@@ -14,7 +14,7 @@ from hacrl.errors import UserError
 
 MAX_LAYERS = 1_000
 MAX_WIDTH = 10_000_000
-"""The largest whole number in the architecture of a new model, the vocabulary's size among them."""
+"""The largest whole number in the architecture of a new model, such as the size of its vocabulary."""
 
 
 class DataConfig(Strict):
@@ -41,14 +41,14 @@ class DataConfig(Strict):
 
 
 class WarmupSettings(ModelSettings):
-    """Settings of an agent in a warm-up. Given for the warm-up they hold for all agents; an agent may override each."""
+    """Settings of an agent in a warm-up. Set for the warm-up, they hold for all agents; an agent may override them."""
 
     data: list[DataConfig] = Field(default_factory=list, max_length=100)
-    """A file, a list of files, or {file or task, weight}."""
+    """The rows to learn from: a file, a list of files, or {file or task, weight}."""
     batch_size: Size = 32
     """Rows of one update."""
     max_steps: Positive = 100
-    """Updates."""
+    """Number of updates."""
     target_accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
     """Stop before `max_steps` once greedy accuracy on the held-out problems of `task` reaches this."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-5
@@ -71,11 +71,11 @@ class WarmupAgentConfig(WarmupSettings):
     drop_layers: list[Count] = Field(default_factory=list)
     """Leave these layers out, counted from 0."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """random: new weights."""
+    """pretrained: the model's own weights; random: new weights."""
     config: Options = Field(default_factory=dict)
-    """With init: random: the architecture, over that of `model`; without a model, model_type and its options."""
+    """With init: random: options that override `model`'s architecture; without a model, model_type and its options."""
     tokenizer: str | None = None
-    """With init: random: zoo:NAME, a folder or a hub id; default: the model's."""
+    """Tokenizer with init: random: zoo:NAME, a folder or a hub id; default: the model's."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -115,7 +115,7 @@ class WarmupConfig(TeamConfig, WarmupSettings):
 
     agents: Team[WarmupAgentConfig]
     task: TaskConfig | None = None
-    """Greedy accuracy on its held-out problems is measured with the held-out loss."""
+    """Task on whose held-out problems greedy accuracy is measured, together with the held-out loss."""
     eval_every: Count = 20
     """Steps between evaluations; 0: at the start and the end only."""
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05

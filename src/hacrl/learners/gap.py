@@ -1,4 +1,4 @@
-"""The sampler compared with the learner: how far the log-probabilities recorded while sampling are from its own."""
+"""Measures how far the log-probabilities recorded while sampling are from the learner's own."""
 
 import math
 
@@ -27,7 +27,7 @@ def note(batch: Minibatch, sequences: Sequences, terms: Terms, notes: Notes) -> 
 
 
 def note_ahead(rollouts: Minibatch, algorithm: Algorithm, device: torch.device, notes: Notes) -> None:
-    """Note the gap of rollouts that the learner scored when it sampled them: it has changed since."""
+    """Note the gap for rollouts that the learner scored right after sampling, because it has been updated since."""
     if rollouts.ahead_NT is None:
         return
     batch = rollouts.where(~rollouts.ahead_NT.isnan().any(1))
@@ -39,7 +39,7 @@ def note_ahead(rollouts: Minibatch, algorithm: Algorithm, device: torch.device, 
 
 
 def ahead_of(rollouts: Minibatch) -> dict[int, np.ndarray]:
-    """What the learner said of rollouts when it sampled them, by row."""
+    """The learner's log-probabilities of rollouts right after it sampled them, by row."""
     if rollouts.ahead_NT is None:
         return {}
     rows = zip(rollouts.row_N.tolist(), rollouts.completions, rollouts.ahead_NT.numpy(), strict=True)
@@ -47,7 +47,7 @@ def ahead_of(rollouts: Minibatch) -> dict[int, np.ndarray]:
 
 
 def weigh(own: Minibatch, largest: float, notes: Notes) -> None:
-    """Weigh own rollouts by how likely they were for the learner over how likely for the sampler, per token."""
+    """Weigh own rollouts by their probability for the learner divided by that for the sampler, per token."""
     for n, ids in enumerate(own.completions):
         difference = (own.old_logp_NT[n, : len(ids)] - own.recorded_NT[n, : len(ids)]).numpy()
         ratio = min(math.exp(float(np.mean(difference))), largest)
@@ -57,7 +57,7 @@ def weigh(own: Minibatch, largest: float, notes: Notes) -> None:
 
 
 def check(config: AgentConfig, step: int, notes: Notes) -> None:
-    """UserError, before anything is updated, if the sampler and the learner do not have the same policy."""
+    """Raise UserError, before any update, if the sampler and the learner do not have the same policy."""
     found = notes.logprob_gap()
     if not found:
         return

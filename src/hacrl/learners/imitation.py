@@ -14,7 +14,7 @@ from hacrl.learners.updating import Updater
 from hacrl.seeding import IMITATE
 
 ALWAYS_SOLVED = 1e-3
-"""What is added to 1 - m, so that prompts that the learner always solved are drawn, though hardly ever."""
+"""Added to 1 - m, so that answers to prompts that the learner always solves are drawn, though hardly ever."""
 
 
 class Imitator:
@@ -24,30 +24,30 @@ class Imitator:
         self.learner, self.options, self.index, self.seed = learner, options, index, seed
         self.rows: list[Row] = []
         self.steps: list[int] = []
-        """When each answer was sampled."""
+        """The step in which each answer was sampled."""
         self.logps: list[float] = []
-        """The log-probability of each answer when it was sampled, over the tokens that it has here."""
+        """The log-probability of each answer when it was sampled, divided by its number of tokens for this agent."""
         self.solved: list[float] = []
-        """The share of right ones among the learner's own answers to the same prompt."""
+        """For each answer, the share of right ones among the learner's own answers to the prompt."""
         self._start: list[Tensor] = []
         if options.restart and options.when in ("middle", "end"):
             self._start = [weight.detach().to("cpu", copy=True) for weight in learner.weights.weights]
 
     def keep(self, row: Row, step: int, logp_sum: float, solved: float) -> None:
-        """Keep a right answer; `logp_sum` is that of its source."""
+        """Keep a right answer. `logp_sum` is its log-probability under its source."""
         self.rows.append(row)
         self.steps.append(step)
         self.logps.append(logp_sum / len(row.completion))
         self.solved.append(solved)
 
     def _forget(self, before: int) -> None:
-        """Drop the answers of earlier steps."""
+        """Drop the answers of steps earlier than `before`."""
         stay = [place for place, step in enumerate(self.steps) if step >= before]
         self.rows, self.steps = [self.rows[place] for place in stay], [self.steps[place] for place in stay]
         self.logps, self.solved = [self.logps[place] for place in stay], [self.solved[place] for place in stay]
 
     def imitate(self, step: int, learning_rate: float) -> dict[str, float]:
-        """Supervised updates on what was kept; `learning_rate` is the agent's."""
+        """Make supervised updates on the kept answers, and return metrics. `learning_rate` is the agent's."""
         once = self.options.when != "step"
         metrics: dict[str, float] = {"imitation/answers": len(self.rows), "imitation/updates": 0}
         if self.rows and (once or step in self.steps):
@@ -78,9 +78,9 @@ class Imitator:
         }
 
     def _batches(self, step: int) -> list[list[Row]]:
-        """The answers of each update, about as many each.
+        """Return the answers of each update, about equally many for each.
 
-        Pass after pass over all of them, each in another order; with `confidence` or `focus`, drawn one by one instead.
+        Each pass takes all answers in another order. With `confidence` or `focus`, answers are drawn one by one.
         """
         count, options = len(self.rows), self.options
         added = self.steps.count(step) if options.when == "step" else count
@@ -104,7 +104,7 @@ class Imitator:
             weights.publish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The answers as numbers: lengths of prompt and completion in turn, and all their tokens."""
+        """The answers as tensors: lengths of prompt and completion in turn, all their tokens, and figures of each."""
         texts = [ids for row in self.rows for ids in (row.prompt, row.completion)]
         return {
             "lengths": _numbers(map(len, texts)),

@@ -26,7 +26,7 @@ AnyTexts = TypeVar("AnyTexts", bound=Texts)
 
 @dataclass
 class LearnResult:
-    """What happened: one record for each rollout and update, and figures of the step."""
+    """What a learner did in a step: one record for each rollout and update, and metrics."""
 
     records: dict[str, np.ndarray]
     metrics: dict[str, float]
@@ -35,7 +35,7 @@ class LearnResult:
 
 
 class Learner(Updater):
-    """Learns from rollouts: the trained model of one agent, and the starting model it is compared with."""
+    """Learns from rollouts. Holds the trained model of one agent, and the starting model to compare it with."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Learner(Updater):
         super().__init__(config, weights, policy, ranks)
         self.index, self.algorithm, self.reference = index, algorithm, reference
         self.saves_work = saves_work
-        """Leave out what has no gradient. The result is the same; only what a trace would say of it is not known."""
+        """Whether rollouts without a gradient are left out. The result is the same, but a trace would lack them."""
 
     # --- a step ------------------------------------------------------------------------------------
 
     def learn(self, lesson: Lesson, rollouts: Minibatch) -> LearnResult:
-        """An optimizer update for each mini-batch of prompts. `rollouts` are those of the lesson that can be used."""
+        """Make an optimizer update for each mini-batch of prompts. `rollouts` are the usable ones of the lesson."""
         self.set_learning_rate(lesson.learning_rate)
         own = (rollout for rollout in lesson.rollouts if rollout.source == self.index)
         notes = StepNotes(lesson.step, stale=any(rollout.policy_version != self.updates for rollout in own))
@@ -66,12 +66,12 @@ class Learner(Updater):
         return LearnResult(notes.records(), {"learning_rate": lesson.learning_rate, **notes.metrics()})
 
     def update(self, lesson: Lesson, rollouts: Minibatch, positions: list[int], step: StepNotes) -> None:
-        """One optimizer update from the rollouts of these prompts; left out and counted if it is not finite."""
+        """Make one optimizer update from the rollouts of these prompts; skip and count it if it is not finite."""
         if not rollouts.of_prompts(positions):
             return
         loss = partial(self.loss, step=step)
         for attempt in self.attempts(lesson.step):
-            own_gradients = None  # of an attempt that failed: its memory is needed
+            own_gradients = None  # frees the memory of an attempt that failed
             with attempt:
                 notes = Notes()
                 if step.first:
@@ -107,7 +107,7 @@ class Learner(Updater):
         return {"own": float(self.ranks.norm(own)), "foreign": float(self.ranks.norm(foreign))}
 
     def weighted(self, minibatch: Minibatch) -> Minibatch:
-        """The rollouts of one update with their weights in its objective.
+        """Return the rollouts of one update with their weights in its objective.
 
         The KL is averaged as the terms are; the entropy is a mean over tokens, whatever the loss_type, as in TRL.
         """
@@ -125,11 +125,11 @@ class Learner(Updater):
         )
 
     def needed(self, minibatch: Minibatch) -> tuple[Minibatch, Minibatch]:
-        """The own and the foreign ones of these rollouts, without those that have neither value nor gradient: A = 0."""
+        """Split rollouts into own and foreign ones, without those that have neither value nor gradient (A = 0)."""
         own_N, foreign_N = minibatch.own_N, ~minibatch.own_N
         if self.saves_work:
             foreign_N = foreign_N & minibatch.teaches_N
-            if not (self.algorithm.beta or self.algorithm.entropy_coef):  # these are of all own rollouts
+            if not (self.algorithm.beta or self.algorithm.entropy_coef):  # these count all own rollouts
                 own_N = own_N & minibatch.teaches_N
         foreign = replace(minibatch.where(foreign_N), kl_weight=0.0, entropy_weight=0.0)
         return minibatch.where(own_N), foreign
@@ -137,16 +137,16 @@ class Learner(Updater):
     # --- passes ------------------------------------------------------------------------------------
 
     def batches(self, texts: AnyTexts) -> Iterator[AnyTexts]:
-        """The completions of one pass each."""
+        """Divide completions into batches, one for each pass."""
         order, costs = texts.by_length()
         return (texts[rows] for rows in self.split(order, costs))
 
     def kept(self, rollouts: Minibatch, notes: Notes, step: StepNotes) -> Minibatch:
-        """Those of the rollouts that have a gradient, found by a pass without one, which records all of them."""
+        """Return the rollouts that have a gradient. A pass without gradients finds them, and records all rollouts."""
 
         def look(batch: Minibatch, counts: bool) -> Notes:
             with torch.no_grad():
-                _, new = self.loss(batch, step)  # by all ranks, whether it counts or not
+                _, new = self.loss(batch, step)  # all ranks must do this, whether their share counts or not
             return new if counts else Notes()
 
         looks = self.passes(self.batches(rollouts), look)
@@ -156,7 +156,7 @@ class Learner(Updater):
         return replace(rollouts[kept], seen=True)
 
     def loss(self, batch: Minibatch, step: StepNotes) -> tuple[Tensor, Notes]:
-        """Minus these rollouts' part of the objective, and what was noted on the way. All are own, or all foreign."""
+        """Return minus these rollouts' part of the objective, and notes. The rollouts are all own or all foreign."""
         notes, own, weight_N = Notes(), bool(batch.own_N.all()), batch.mean_weight_N.to(self.device)
         current = self.policy.scorer(batch.prompts, batch.completions, self.config.temperature)
         notes.note("forward", batch.num_tokens)
@@ -193,7 +193,7 @@ class Learner(Updater):
     # --- log-probabilities without a gradient ------------------------------------------------------
 
     def score(self, texts: Texts) -> dict[int, np.ndarray]:
-        """Log-probabilities of the tokens of completions under the model as it is, by `row_N`."""
+        """Return the log-probabilities of the tokens of completions under the current model, by `row_N`."""
 
         def work(batch: Texts, counts: bool) -> dict[int, np.ndarray]:
             with torch.no_grad():
@@ -204,7 +204,7 @@ class Learner(Updater):
         return {row: logp_T for part in self.passes(self.batches(texts), work) for row, logp_T in part.items()}
 
     def score_within_memory(self, texts: Texts, step: int) -> dict[int, np.ndarray]:
-        """Score texts outside of an update."""
+        """Score texts outside of an update, with smaller batches if memory runs out."""
         with self.policy.driven():
             for attempt in self.attempts(step):
                 with attempt:
@@ -212,9 +212,9 @@ class Learner(Updater):
         return scored
 
     def score_ahead(self, rollouts: list[Rollout], prompts: list[list[int]]) -> None:
-        """Note what the learner says of its rollouts now: when it learns from them, it will have changed.
+        """Record the learner's current log-probabilities of its rollouts, before the updates that come first.
 
-        All of them where that is preferred to what the sampler recorded; else one of each prompt, to compare both.
+        It scores all rollouts if it recomputes log-probabilities; else one of each prompt, to check the sampler's.
         """
         chosen = [rollout for rollout in rollouts if self.config.recomputes_logprobs or rollout.index == 0]
         positions = [rollout.prompt_index for rollout in chosen]
@@ -230,11 +230,11 @@ class Learner(Updater):
             chosen[row].learner_logps = logps.tolist()
 
     def score_old(self, rollouts: Minibatch, minibatches: list[list[int]], stale: bool) -> int:
-        """Score the rollouts whose ratio is taken to the learner itself before its first update; how many tokens.
+        """Score the rollouts whose ratio is taken to the learner before its first update; return the number of tokens.
 
-        In bfloat16 the sampler's rounding differs from the learner's by more than GSPO's clip is wide, so own ratios
-        are among them. What was noted ahead is of the learner that sampled. Rounding depends on what else is in a
-        batch, so the batches are those of the updates to come, and each attempt scores anew.
+        In bfloat16 the sampler's rounding differs from the learner's by more than the width of GSPO's clip, so own
+        rollouts are scored too, or have been scored ahead when they were sampled. Rounding depends on what else is in a
+        batch, so the batches are those of the coming updates, and each attempt scores anew.
         """
         wanted = self.config.recomputes_logprobs, self.algorithm.rescores_foreign
         old: dict[int, np.ndarray] = {}

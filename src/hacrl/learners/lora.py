@@ -26,7 +26,7 @@ OTHER_KINDS = (
     "modules_to_save",
     "layers_to_transform",
 )
-"""Options of PEFT with which the same matrices mean another model."""
+"""PEFT options that make another model of the same matrices."""
 
 
 def import_peft() -> Any:
@@ -38,15 +38,15 @@ def import_peft() -> Any:
 
 
 def with_same_weights(base: Any) -> Any:
-    """Another model on the same parameters: modules and configuration are its own, weights are not copied.
+    """Copy a model's modules and configuration, but share its parameters.
 
-    Agents and the starting policy each get one, so that nothing is switched on and off while others compute.
+    Agents and the starting policy each get a copy, so that adapters are not switched on and off while others compute.
     """
     return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
 
 
 class Adapter:
-    """The adapters of one agent, put into `model`: those in the folder `source`, or new ones, which add nothing."""
+    """The adapters of one agent, put into `model`: those in the folder `source`, or new ones, which add nothing yet."""
 
     def __init__(self, model: nn.Module, config: AgentConfig, source: str, seed: int) -> None:
         assert config.lora is not None
@@ -79,17 +79,17 @@ class Adapter:
             self._read(Path(source), self.parameters)
 
     def save(self, folder: Path, weights: Weights) -> None:
-        """In PEFT's format, in float32."""
+        """Save the adapters in PEFT's format, in float32."""
         float32 = dict(zip(self.names, weights.weights, strict=True))
         self.wrapped.save_pretrained(folder, state_dict=float32, save_embedding_layers=False)
-        (folder / "README.md").unlink()  # a form to be filled in
+        (folder / "README.md").unlink()  # PEFT's model card is an empty form
 
     def load(self, folder: Path, weights: Weights) -> None:
         self._read(folder, weights.weights)
         weights.publish()
 
     def _read(self, folder: Path, targets: Sequence[Tensor]) -> None:
-        """The adapters of a folder; UserError if they are not like these."""
+        """Read the adapters of a folder into `targets`; UserError if they do not match these adapters."""
         saved = read_options(folder, self.where)
         for name in ("r", "lora_alpha", "target_modules"):
             own, other = getattr(self.options, name), saved.get(name)
@@ -119,7 +119,7 @@ class Adapter:
 
 
 def read_options(folder: str | Path, where: str = "model") -> dict[str, Any]:
-    """What adapter_config.json says; UserError if it does not name the model that the adapters belong to."""
+    """Read adapter_config.json; UserError if it does not name the model that the adapters belong to."""
     with opening(where, folder, CONFIG_FILE):
         options = json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
         if not isinstance(options, dict) or not isinstance(options.get("base_model_name_or_path"), str):
@@ -128,17 +128,17 @@ def read_options(folder: str | Path, where: str = "model") -> dict[str, Any]:
 
 
 def base_model(source: str | Path) -> str:
-    """What the adapters in a folder belong to; any other source is its own base."""
+    """The model that the adapters in a folder belong to; a source without adapters is its own base."""
     if not (Path(source) / CONFIG_FILE).is_file():
         return str(source)
     return str(read_options(source)["base_model_name_or_path"])
 
 
 def merged(base: nn.Module, folder: str | Path) -> Any:
-    """The model with the adapters of a folder added to its weights."""
+    """Add the adapters of a folder to a model's weights."""
     peft = import_peft()
     with warnings.catch_warnings():
-        # Adapters that the files lack would add nothing, as if they had not been trained.
+        # Adapters missing from the files would add nothing, as if they had not been trained.
         warnings.filterwarnings("error", message="Found missing adapter keys")
         model: nn.Module = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
     return model.requires_grad_(True)

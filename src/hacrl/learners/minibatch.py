@@ -24,20 +24,20 @@ class Lesson:
     advantage_N: Tensor
     omega_N: Tensor
     minibatches: list[list[int]]
-    """Prompt positions, a list for each update, one pass after the other; none: nothing is reinforced."""
+    """Prompt positions of each update, one pass after the other; empty if the step reinforces nothing."""
     learning_rate: float
     examples: list[Rollout] = field(default_factory=list)
     """Right answers to keep for imitation."""
     imitates: bool = False
     """Whether the step ends with imitation of what was kept."""
     imitation_rate: float = 0.0
-    """The agent's learning rate then, of which imitation takes a multiple."""
+    """The agent's learning rate during imitation, which takes a multiple of it."""
     token_advantages: list[np.ndarray] | None = None
-    """What is added to `advantage_N` for each token, by row; None: nothing."""
+    """Values added to `advantage_N` for each token, by row; None: nothing is added."""
 
     @property
     def mean_advantages(self) -> list[float]:
-        """Each rollout's advantage, the mean over its tokens."""
+        """Each rollout's advantage, averaged over its tokens."""
         advantages: list[float] = self.advantage_N.tolist()
         if self.token_advantages is None:
             return advantages
@@ -46,20 +46,20 @@ class Lesson:
 
 @dataclass
 class Texts:
-    """N completions, each behind its prompt, in the tokens of one model."""
+    """N completions, each after its prompt, in the tokens of one model."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
     prompt_N: Tensor
-    """Number of the prompt: completions of one prompt share a pass, and its tokens there."""
+    """Number of each completion's prompt. Completions of one prompt share a pass, and the prompt's tokens in it."""
     row_N: Tensor
-    """Position of the rollout in what was asked for."""
+    """Position of each completion in the caller's list."""
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def __getitem__(self, chosen: slice | Sequence[int]) -> Self:
-        """Some of the completions; tensors by token are cut to the longest of them."""
+        """Select some completions. Tensors with a token dimension are cut to the longest of them."""
         rows = list(range(len(self))[chosen]) if isinstance(chosen, slice) else list(chosen)
         longest = max((len(self.completions[row]) for row in rows), default=0)
         picked: dict[str, Any] = {}
@@ -76,9 +76,9 @@ class Texts:
         return sum(map(len, self.completions))
 
     def by_length(self) -> tuple[list[int], list[int]]:
-        """An order for passes, and what each completion adds to a pass that has those before it.
+        """Return an order for passes, and the tokens that each completion adds to a pass with those before it.
 
-        Completions of one prompt stand together, and so do prompts with completions of like length.
+        Completions of one prompt stand together, and so do prompts with completions of similar length.
         """
         prompt_of, lengths = self.prompt_N.tolist(), list(map(len, self.completions))
         longest: defaultdict[int, int] = defaultdict(int)
@@ -94,7 +94,7 @@ class Texts:
 
 @dataclass
 class Minibatch(Texts):
-    """N rollouts as one learner sees them, without the log-probabilities it gives them now."""
+    """N rollouts as one learner sees them, without its current log-probabilities."""
 
     source_N: Tensor
     own_N: Tensor
@@ -103,22 +103,22 @@ class Minibatch(Texts):
     omega_N: Tensor
     bytes_N: Tensor
     teaches_N: Tensor
-    """Whether a rollout has an advantage other than 0, or one of its tokens has."""
+    """Whether a rollout, or one of its tokens, has an advantage other than 0."""
     old_logp_N: Tensor
     old_length_N: Tensor
-    """The sum of log-probabilities that ratios are taken to, and the number of tokens in it."""
+    """Number of tokens in `old_logp_N`, the sum of log-probabilities that ratios are taken to."""
     old_logp_NT: Tensor
-    """Those log-probabilities by token; a sum spread evenly where the source's tokens are not the learner's."""
+    """Old log-probabilities by token; their sum spread evenly if the source's tokens are not the learner's."""
     recorded_NT: Tensor
-    """What the sampler recorded of own rollouts; 0 for others."""
+    """Log-probabilities that the sampler recorded for own rollouts; 0 for others."""
     ahead_NT: Tensor | None
-    """What the learner said of own rollouts when it sampled them, before updates that have come since; NaN: nothing."""
+    """The learner's log-probabilities of own rollouts right after sampling, before later updates; NaN: unknown."""
     token_advantage_NT: Tensor | None
-    """What is added to `advantage_N` for each token."""
+    """Values added to `advantage_N` for each token; None: nothing is added."""
     mean_weight_N: Tensor
     """Factor of each rollout's term in the objective of the update."""
     length_factor_N: Tensor
-    """How much the KL of each own rollout counts for its length."""
+    """Weight of each own rollout's KL that depends on its length."""
     kl_weight: float = 0.0
     """Weight of the sum of KL divergences to the starting model."""
     entropy_weight: float = 0.0
@@ -128,7 +128,7 @@ class Minibatch(Texts):
 
     @classmethod
     def of(cls, lesson: Lesson, prompts: Mapping[int, list[int]], tokens: dict[int, list[int]], learner: int) -> Self:
-        """The rollouts of a lesson that the learner can use: those with `tokens`, by row."""
+        """Make a minibatch of the rollouts that the learner can use: those with `tokens`, by row."""
         rows = list(tokens)
         rollouts, completions = [lesson.rollouts[row] for row in rows], list(tokens.values())
         own = [rollout.source == learner for rollout in rollouts]
@@ -167,18 +167,18 @@ class Minibatch(Texts):
         return self[[n for n, prompt in enumerate(self.prompt_N.tolist()) if prompt in chosen]]
 
     def where(self, chosen_N: Tensor) -> Self:
-        """The rollouts for which this is true."""
+        """The rollouts for which `chosen_N` is true."""
         return self[chosen_N.nonzero().flatten().tolist()]
 
     def set_old(self, logps: dict[int, np.ndarray]) -> None:
-        """Take ratios to these log-probabilities, given by row, in place of those recorded while sampling."""
+        """Use these log-probabilities, given by row, as the old ones, in place of those recorded while sampling."""
         for n, row in enumerate(self.row_N.tolist()):
             if row in logps:
                 self.old_logp_N[n], self.old_length_N[n] = float(logps[row].sum()), len(logps[row])
                 self.old_logp_NT[n, : len(logps[row])] = torch.from_numpy(logps[row])
 
     def sequences(self, logp_NT: Tensor, mask_NT: Tensor) -> Sequences:
-        """What an algorithm computes terms of, given the learner's log-probabilities."""
+        """The input of an algorithm's terms, given the learner's log-probabilities."""
         device = mask_NT.device
         table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.advantage_N, self.omega_N, self.own_N.double()]
         old_logp_N, old_length_N, bytes_N, advantage_N, omega_N, own_N = torch.stack(table).to(device)  # one transfer
@@ -198,8 +198,8 @@ class Minibatch(Texts):
 
 
 def _spread(rollout: Rollout, ids: list[int]) -> Sequence[float]:
-    """The source's log-probabilities for the learner's tokens: token by token if they are the same, else evenly."""
-    if ids[:-1] == rollout.token_ids[:-1]:  # up to the end of turn
+    """The source's log-probabilities for the learner's tokens: token by token if they are equal, else spread evenly."""
+    if ids[:-1] == rollout.token_ids[:-1]:  # equal up to the end of turn
         return rollout.logps
     return [rollout.logp_sum / len(ids)] * len(ids)
 
@@ -209,7 +209,7 @@ def _float64(values: Sequence[float]) -> Tensor:
 
 
 def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:
-    """Numbers by token with 0 behind the last; NaN in a row without any."""
+    """Numbers by token, padded with 0. A row that is None becomes NaN."""
     padded_NT = np.zeros((len(rows), max(map(len, completions), default=0)))
     for n, values in enumerate(rows):
         padded_NT[n, : None if values is None else len(values)] = np.nan if values is None else values

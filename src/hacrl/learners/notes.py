@@ -1,4 +1,4 @@
-"""What a learner writes down while it learns."""
+"""Figures and records that a learner collects while it learns."""
 
 import math
 from collections import defaultdict
@@ -12,9 +12,9 @@ from hacrl.algorithms import Sequences, Terms
 
 
 class Notes:
-    """What is written down during one update; an update that runs out of memory starts anew.
+    """Figures and records of one update. An update that runs out of memory starts with new ones.
 
-    Figures stay on the device until they are asked for: each look at one waits for the GPU.
+    Figures stay on the device until they are read, because reading one waits for the GPU.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Notes:
                 self.records[name] += columns
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process has another device."""
+        """Move everything to the CPU, because another process has another device."""
         figures = {name: self._values(name) for name in self.figures}
         records = {name: [column.cpu() for column in columns] for name, columns in self.records.items()}
         return {"figures": defaultdict(list, figures), "records": defaultdict(list, records)}
@@ -51,7 +51,7 @@ class Notes:
         return [float(value) for value in self.figures[name]]
 
     def record(self, row_N: Tensor, update: int, sequences: Sequences, terms: Terms, weight_N: Tensor) -> None:
-        """One entry for each rollout of a pass: the columns of a trace."""
+        """Record one entry for each rollout of a pass: the columns of a trace."""
         columns = {
             "row": row_N,
             "update": torch.full((len(row_N),), update),
@@ -71,7 +71,7 @@ class Notes:
             self.records[name].append(column.detach())
 
     def kept_rows(self) -> list[int]:
-        """The recorded rollouts that have a gradient."""
+        """The rows of recorded rollouts that have a gradient."""
         columns = zip(self.records["row"], self.records["kept"], strict=True)
         return [row for row_N, kept_N in columns for row in row_N[kept_N.cpu()].tolist()]
 
@@ -87,12 +87,12 @@ class Notes:
 
 
 class StepNotes:
-    """What is written down during one step: the notes of its updates, and figures of each."""
+    """Notes of one step: those of all its updates, and figures of each update."""
 
     def __init__(self, step: int, stale: bool) -> None:
         self.step = step
         self.stale = stale
-        """Whether there were updates since the own rollouts were sampled: the learner has changed."""
+        """Whether the learner has made updates since it sampled its own rollouts."""
         self.made = 0
         self.nonfinite = 0
         self.objectives: list[float] = []

@@ -1,4 +1,4 @@
-"""The processes that hold one agent: usually one; with `fsdp`, several that do everything in step."""
+"""The processes that hold one agent: usually one; with `fsdp`, several that work in lockstep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Sliceable(Protocol):
-    """A list, or something that is cut like one."""
+    """A list, or anything that is sliced like one."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice, /) -> Self: ...
@@ -23,18 +23,18 @@ Batch = TypeVar("Batch", bound=Sliceable)
 
 @dataclass(frozen=True)
 class Ranks:
-    """What one of an agent's processes must know to work in step with the others; for a single one, nothing."""
+    """The place of a process among the processes of an agent, and how they exchange values. Default: a single one."""
 
     rank: int = 0
     size: int = 1
 
     def share(self, batch: Batch) -> tuple[Batch, bool]:
-        """This rank's items of a pass, and whether they count: no rank may leave a pass out."""
+        """This rank's items of a pass, and whether they count. A rank without any gets one: none may skip a pass."""
         own = batch[self.rank :: self.size]
         return (own, True) if own else (batch[:1], False)
 
     def gather(self, own: list[T]) -> list[T]:
-        """The items of all ranks, first those of the first."""
+        """Collect the items of all ranks, in the order of ranks."""
         if self.size == 1:
             return own
         parts: list[list[T]] = [[] for _ in range(self.size)]
@@ -45,7 +45,7 @@ class Ranks:
         return min(self.gather([own]))
 
     def norm(self, parts: Sequence[Tensor]) -> Tensor:
-        """The norm of tensors of which each rank has a part."""
+        """The norm of tensors that are divided among the ranks."""
         own = nn.utils.get_total_norm(parts)
         if self.size == 1:
             return own

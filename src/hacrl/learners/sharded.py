@@ -1,4 +1,4 @@
-"""Weights, gradients and moments of one model in several processes, a part of each in every one (FSDP)."""
+"""Weights, gradients and moments of one model, divided among several processes (FSDP)."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from hacrl.learners.ranks import Ranks
 
 
 def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
-    """Distribute the layers of a policy's model over the ranks; a pass puts one layer after the other together."""
+    """Distribute the layers of a policy's model over the ranks. A pass gathers one layer after the other."""
     model: Any = policy.model
     policy.side_by_side = False
     mesh = init_device_mesh(device.type, (ranks.size,))
@@ -42,12 +42,12 @@ def shard(policy: Policy, ranks: Ranks, device: torch.device) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor put together, in every process; all must ask for it."""
+    """Gather a sharded tensor in every process. All processes must call this."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 class ShardedWeights:
-    """This process's part of the weights: plain tensors on the memory of the sharded ones, always float32."""
+    """This process's part of the weights: plain float32 tensors that share the memory of the sharded ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self.working = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -72,10 +72,10 @@ class ShardedWeights:
                 parameter.grad = None
 
     def publish(self) -> None:
-        """The model has the same memory."""
+        """Do nothing: the model shares the memory of the weights."""
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model in the first process, nothing in the others, which must ask for it too."""
+        """The whole model's state in the first process, empty tensors in the others. All processes must call this."""
         copies: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, value in model.state_dict(keep_vars=True).items():

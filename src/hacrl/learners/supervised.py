@@ -19,13 +19,13 @@ class Row:
 
 
 class SupervisedLearner:
-    """Drives the model and the optimizer of an agent's learner with another objective."""
+    """Trains the model of an agent's learner, with its optimizer, on written completions."""
 
     def __init__(self, learner: Updater) -> None:
         self.learner, self.policy = learner, learner.policy
 
     def update(self, rows: Sequence[Row], learning_rate: float, step: int) -> dict[str, float]:
-        """One optimizer update; left out and counted if it is not finite."""
+        """Make one optimizer update; skip and count it if it is not finite."""
         learner = self.learner
         learner.set_learning_rate(learning_rate)
         tokens = sum(len(row.completion) for row in rows)
@@ -44,7 +44,7 @@ class SupervisedLearner:
         return {**metrics, "nonfinite_updates": 0 if made else 1}
 
     def loss(self, rows: Sequence[Row]) -> float:
-        """Mean negative log-probability of rows that are not learned from."""
+        """Mean negative log-probability of the tokens of rows, without learning from them."""
 
         def work(batch: list[Row], counts: bool) -> float:
             with torch.no_grad():
@@ -55,11 +55,11 @@ class SupervisedLearner:
         return total / sum(len(row.completion) for row in rows)
 
     def _nll(self, batch: Sequence[Row]) -> Tensor:
-        """Sum over the tokens of the completions."""
+        """Negative log-probability, summed over the tokens of the completions."""
         scored = self.policy.score([row.prompt for row in batch], [row.completion for row in batch], 1.0)
         return -(scored.logp_NT.double() * scored.mask_NT).sum()
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """The rows of one pass each, those of like length together."""
+        """Divide rows into batches, one for each pass, with rows of similar length together."""
         ordered = sorted(rows, key=lambda row: (len(row.completion), row.prompt))
         return self.learner.split(ordered, [len(row.prompt) + len(row.completion) for row in ordered])

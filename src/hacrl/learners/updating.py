@@ -1,4 +1,4 @@
-"""Updates of a model, whatever they are made of: passes that fit into memory, gradients added up, an optimizer step."""
+"""Updates of a model, for any objective: passes that fit into memory, gradients added up, an optimizer step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,20 +21,20 @@ Result = TypeVar("Result")
 
 
 class Updater:
-    """The weights of one agent with their optimizer. What is learned from comes in items: rollouts, or written rows."""
+    """The weights of one agent with their optimizer. It learns from items, which are rollouts or written rows."""
 
     def __init__(self, config: AgentConfig, weights: Weights, policy: Policy, ranks: Ranks = ALONE) -> None:
         self.config, self.weights, self.policy, self.ranks = config, weights, policy, ranks
         self.micro_batch_size = config.micro_batch_size
         self.batch_tokens = 0
-        """Tokens in one forward and backward pass where `micro_batch_size` does not say; chosen in the first step."""
+        """Tokens in one forward and backward pass if `micro_batch_size` is not set; chosen in the first step."""
         self.device = weights.working[0].device
         self.new_optimizer()
         self.updates = 0
         self.nonfinite_in_a_row = 0
 
     def new_optimizer(self) -> None:
-        """One without memory of earlier updates."""
+        """Start with a new optimizer, without memory of earlier updates."""
         self.optimizer = make_optimizer(self.config, self.weights.weights)
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -44,14 +44,14 @@ class Updater:
     # --- passes ------------------------------------------------------------------------------------
 
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
-        """The items of one pass each; `tokens` is what each adds to a pass that has those before it."""
+        """Divide items into batches, one for each pass. `tokens` is what each adds to a pass with those before it."""
         if not self.batch_tokens:  # this also decides whether activations are kept
             self.batch_tokens = self.ranks.least(self.policy.choose_batch_tokens())
         size = self.micro_batch_size
         if size is not None:
             yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
             return
-        # As few batches as memory allows, of about the same size, and as many for each worker.
+        # As few batches as memory allows, of about the same size, and equally many for each worker.
         total, workers = sum(tokens), self.policy.workers
         count = -(-total // self.batch_tokens)
         count = -(-count // workers) * workers
@@ -67,8 +67,8 @@ class Updater:
             yield batch
 
     def passes(self, batches: Iterable[Batch], work: Callable[[Batch, bool], Result]) -> list[Result]:
-        """Work on one batch after the other. Of an agent in several processes, each takes its share of each batch,
-        and all get all results; `work` is told whether its share counts.
+        """Work on one batch after the other. If the agent has several processes, each takes its share of each batch,
+        and all of them get all results; `work` is told whether its share counts.
         """
         shares = [self.ranks.share(batch) for batch in batches]
         return self.ranks.gather(side_by_side(work, shares, self.policy.workers))
@@ -76,11 +76,11 @@ class Updater:
     def add_gradients(
         self, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[Tensor, Result]]
     ) -> list[Result]:
-        """Add the gradient of each batch's loss; what `loss_of` has to say besides."""
+        """Add the gradient of each batch's loss; return what `loss_of` returns besides the loss."""
         weights, workers = self.weights, self.policy.workers
 
         def work(batch: Batch, counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
-            """One pass. Workers side by side must not add to the same tensors, nor in an order of chance."""
+            """Do one pass. Parallel workers must not add to the same tensors, nor in a random order."""
             loss, said = loss_of(batch)
             if counts and workers > 1:
                 return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
@@ -100,7 +100,7 @@ class Updater:
         return results
 
     def attempts(self, step: int) -> Iterator["Attempt"]:
-        """Try something until it fits into memory, with smaller batches each time; gradients are 0 before each.
+        """Repeat a block until it fits into memory, with smaller batches each time. Gradients are set to 0 before each.
 
         for attempt in self.attempts(step):
             with attempt: ...
@@ -111,14 +111,14 @@ class Updater:
             yield attempt
             if attempt.remedy is None:
                 return
-            # Only here, after the block, the error is gone and with it what its frames held.
+            # Only here, after the block, the error is gone, and with it the memory that its frames held.
             self.policy.free_memory()
             warn(f"Agent {self.config.id}: out of memory in step {step}; {attempt.remedy}.")
 
     def make_batches_smaller(self) -> str | None:
-        """After running out of memory; what was done, or None if a batch is one item already."""
+        """Halve the batches after running out of memory; return what was done, or None if they cannot be smaller."""
         if self.ranks.size > 1:
-            return None  # the others are in the middle of the pass
+            return None  # the other ranks are in the middle of the pass
         if self.micro_batch_size is not None:
             if self.micro_batch_size == 1:
                 return None
@@ -132,7 +132,7 @@ class Updater:
     # --- the update --------------------------------------------------------------------------------
 
     def apply(self, norm: Tensor, finite: bool, step: int) -> bool:
-        """An optimizer step with the gradients that are there, whose norm is given; left out if not all is finite."""
+        """Make an optimizer step with the current gradients, whose norm is given; skip it if anything is not finite."""
         if not (finite and bool(torch.isfinite(norm))):
             self.weights.zero_grad()
             self.nonfinite_in_a_row += 1
@@ -163,7 +163,7 @@ class Updater:
 
 
 class Attempt:
-    """Catches the lack of memory if batches can be made smaller."""
+    """A context that catches an out-of-memory error if batches can be made smaller."""
 
     def __init__(self, updater: Updater) -> None:
         self.updater = updater
@@ -184,7 +184,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """What `Updater.state_dict` gave, from a file; UserError if the file holds anything else."""
+    """Read a file with the `state_dict` of an `Updater`; UserError if the file holds anything else."""
     try:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         if not {"optimizer", "updates", "nonfinite_in_a_row"} <= state.keys():

@@ -1,4 +1,4 @@
-"""The weights that are trained: float32, whatever the model computes in."""
+"""The trained weights, which are float32 whatever dtype the model computes in."""
 
 from typing import Any, Protocol
 
@@ -7,28 +7,28 @@ from torch import Tensor, nn
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: buffers such as the frequencies of rotary embeddings must keep their precision."""
+    """Cast parameters only: buffers such as the frequencies of rotary embeddings must keep their precision."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 class Weights(Protocol):
-    """What an optimizer updates, and the parameters of the model that computes with it."""
+    """The weights that an optimizer updates, and the parameters that the model computes with."""
 
     working: list[nn.Parameter]
     """The model's parameters."""
     weights: list[nn.Parameter]
-    """Their float32 values."""
+    """The float32 values of `working`, which the optimizer updates."""
 
     @property
     def gradients(self) -> list[Tensor]: ...
     def zero_grad(self) -> None: ...
     def collect(self) -> None:
-        """Take over what a backward pass left in the model."""
+        """Add the gradients that a backward pass left in the model to those of the weights."""
         ...
 
     def publish(self) -> None:
-        """Give the model the weights an update has changed."""
+        """Copy the weights that an update has changed to the model."""
         ...
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]: ...
@@ -38,8 +38,8 @@ class Weights(Protocol):
 class MasterWeights:
     """Float32 weights behind a model that computes in `dtype`; for float32 they are the model's own.
 
-    An update of 1e-6 is lost in a bfloat16 weight, and so is a small gradient added to a large one: both happen here.
-    With `offload` they are in the computer's memory, and so are their gradients.
+    A bfloat16 weight loses an update of 1e-6, and a large gradient a small one that is added to it; float32 keeps both.
+    With `offload`, these weights and their gradients are in the computer's memory.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, offload: bool = False) -> None:
@@ -60,7 +60,7 @@ class MasterWeights:
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def zero_grad(self) -> None:
-        """In place: captured graphs add to these very tensors."""
+        """Set gradients to 0 in place, because captured graphs add to these tensors."""
         gradients: Any = [parameter.grad for parameter in {*self.working, *self.weights}]
         torch._foreach_zero_(gradients)
 
@@ -77,7 +77,7 @@ class MasterWeights:
                 torch._foreach_copy_(list[Tensor](self.working), list[Tensor](self.weights))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state in float32, each tensor in memory of its own."""
+        """The model's state in float32, as copies."""
         float32 = dict(zip(map(id, self.working), self.weights, strict=True))
         parameters = {name: float32.get(id(p), p) for name, p in model.named_parameters(remove_duplicate=False)}
         copies: dict[int, Tensor] = {}

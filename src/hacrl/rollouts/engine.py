@@ -12,7 +12,7 @@ class SamplingParams:
     num_generations: int
     max_completion_length: int
     temperature: float
-    """0 is greedy decoding."""
+    """Sampling temperature; 0 means greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = ()
@@ -20,5 +20,5 @@ class SamplingParams:
 
 class Engine(Protocol):
     def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
-        """`num_generations` completions for each prompt; the same seed gives the same completions."""
+        """Return `num_generations` completions for each prompt. The same seed gives the same completions."""
         ...

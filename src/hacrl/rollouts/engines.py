@@ -1,4 +1,4 @@
-"""Which engine samples from a policy."""
+"""Chooses the engine that samples from a policy."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,7 +10,7 @@ from hacrl.rollouts.native import NativeEngine
 
 
 def engine_of(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The fastest engine that runs this policy on its device; `generate` if the decoder cannot drive the model."""
+    """Return the fastest engine for this policy on its device; `generate` if the decoder cannot drive the model."""
     batch_size = policy.config.sampling_batch_size
     if policy.backbone is None:
         return GenerateEngine(policy.model, tokenizer, policy.stop_ids, batch_size)

@@ -1,4 +1,4 @@
-"""Sampling by transformers' own `generate`: for models the native engine cannot drive, and to compare with it."""
+"""Samples with transformers' `generate`: for models that the native engine cannot drive, and to compare with it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ class GenerateEngine:
             eos_token_id=self.stop_ids,
             pad_token_id=self.stop_ids[0],
         )
-        # In the place of the model's own, whose penalties and the like would change the distribution.
+        # Replaces the model's own generation config, whose penalties and other options would change the distribution.
         published, model.generation_config = model.generation_config, config
         try:
             generated_BS = model.generate(
@@ -67,7 +67,7 @@ class GenerateEngine:
 
 
 class Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the tokens itself, from random numbers of its own, and leaves `generate` nothing else to take."""
+    """A logits processor that chooses each token with its own random numbers and leaves `generate` no other choice."""
 
     def __init__(self, uniform_BT: Tensor, params: SamplingParams) -> None:
         self.uniform_BT, self.params = uniform_BT, params

@@ -17,7 +17,7 @@ from hacrl.rollouts.native import Batch, NativeEngine, Sampled, require_finite
 from hacrl.rollouts.sampling import length_at_stop, restrict
 
 LOOK_EVERY = 16
-"""Tokens between two looks at which rows are finished: each look waits for the GPU."""
+"""How many tokens are decoded between two checks for finished rows. Each check waits for the GPU."""
 
 
 Key = tuple[object, ...]
@@ -25,7 +25,7 @@ Key = tuple[object, ...]
 
 @dataclass
 class GraphDecode:
-    """The plan of a token step; everything that changes from step to step is in tensors."""
+    """The attention plan of a token step. Everything that changes from step to step is in tensors."""
 
     cache: SharedCache
     slot_B: Tensor
@@ -44,7 +44,7 @@ class GraphDecode:
 
 
 class Board:
-    """The tensors that graphs read and write. The last slot is for rows that only fill a bucket."""
+    """The tensors that CUDA graphs read and write. The last slot is for rows that only fill up a bucket."""
 
     def __init__(self, P: int, L: int, slots: int, T: int, stop_ids: Sequence[int], device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -55,7 +55,7 @@ class Board:
         self.token_B, self.position_B, self.slot_B, self.prompt_B = (zeros(rows) for _ in range(4))
         self.place_B = torch.arange(rows, device=device)
         self.step, self.seed = zeros(1), zeros(1)
-        # By slot: what came out, whether it is finished, and which completion it is.
+        # One entry for each slot: its sampled tokens, whether it is finished, and which completion it holds.
         self.tokens_NT, self.logps_NT = zeros(slots, T, dtype=torch.int32), zeros(slots, T, dtype=torch.float32)
         self.length_N, self.finished_N = (zeros(slots, dtype=torch.int32) for _ in range(2))
         self.row_N = zeros(slots)
@@ -63,7 +63,7 @@ class Board:
         self.checked: list[int] = []
 
     def reset(self) -> None:
-        """Nobody is placed: every row is a filler."""
+        """Remove all completions, so that every row is a filler."""
         spare = len(self.length_N) - 1
         self.slot_B.fill_(spare)
         for tensor in (self.prompt_B, self.token_B, self.position_B, self.step, self.length_N, self.finished_N):
@@ -72,7 +72,7 @@ class Board:
         self.checked = [0] * spare
 
     def place(self, slots: Tensor, prompts: Tensor, tokens: Tensor, positions: Tensor, B: int) -> None:
-        """Put these rows first and fill up to B."""
+        """Write these rows first, and fillers after them up to row B."""
         spare = len(self.length_N) - 1
         for column, values, fill in (
             (self.slot_B, slots, spare),
@@ -132,18 +132,18 @@ class GraphedEngine(NativeEngine):
         return Sampled(board.tokens_NT[:N].cpu(), board.logps_NT[:N].cpu(), board.length_N[:N].cpu(), stopped)
 
     def _board(self, P: int, L: int, rows: int, T: int) -> Board:
-        """Memory for this batch; what is there is used again if it is large enough."""
+        """Return tensors for this batch. Existing ones are used again if they are large enough."""
         moved, self.moved = self.moved != self.backbone.moved, self.backbone.moved
         if self.cache.reserve(P, L, rows + 1, T) or moved or self.board is None:
             self.graphs.clear()
-            self.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
+            self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
             P, L, slots, T = self.cache.room
             self.board = Board(P, L, slots, T, self.stop_ids, self.backbone.device)
         self.board.reset()
         return self.board
 
     def _prefill(self, P: int, L: int) -> Tensor:
-        """Logits after each prompt. The second time a shape comes, it becomes a graph."""
+        """Return the logits after each prompt. A shape is captured as a graph when it occurs for the second time."""
         board = self.board
         assert board is not None
 
@@ -182,7 +182,7 @@ class GraphedEngine(NativeEngine):
         self._choose(logits_BV, board.place_B, B, params)
 
     def _choose(self, logits_RV: Tensor, from_B: Tensor, B: int, params: SamplingParams) -> None:
-        """The next token of each row, from the row of the logits that `from_B` names."""
+        """Choose the next token of each row. `from_B` says which row of the logits it is sampled from."""
         board = self.board
         assert board is not None
         source_RV = logits_RV
@@ -196,7 +196,7 @@ class GraphedEngine(NativeEngine):
         )  # fmt: skip
 
     def _stop(self, board: Board, until: int, stops: Sequence[str], stopped: set[int], N: int) -> None:
-        """End the rows in whose first `until` tokens a stop string stands."""
+        """End the rows that have a stop string in their first `until` tokens."""
         lengths = board.length_N[:N].tolist()
         for n, tokens in enumerate(board.tokens_NT[:N, :until].tolist()):
             if n in stopped or lengths[n] <= board.checked[n]:

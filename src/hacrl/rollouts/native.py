@@ -1,4 +1,4 @@
-"""The built-in decoder: samples from the very weights that are trained, without a copy or a sync."""
+"""The built-in decoder. It samples from the weights that are trained, without a copy or a sync."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from hacrl.rollouts.rollout import Completion, FinishReason
 from hacrl.rollouts.sampling import choose_tokens, length_at_stop
 
 LEAVE_SHARE = 1 / 8
-"""Finished rows leave the batch when they are so many of it: leaving costs a copy of the cache."""
+"""Finished rows leave the batch once they are this share of it. Leaving costs a copy of the cache."""
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Batch:
     prompts: list[list[int]]
     prompt_N: Tensor
     row_N: list[int]
-    """Which of the completions asked for each row is."""
+    """The number of the requested completion that each row samples."""
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], wanted: Sequence[int], G: int) -> "Batch":
-        """G completions of each wanted prompt; one that is wanted twice is still read once."""
+        """Make a batch with G completions of each wanted prompt. A prompt that is wanted twice is read once."""
         index: dict[tuple[int, ...], int] = {}
         for i in wanted:
             index.setdefault(tuple(prompts[i]), len(index))
@@ -44,13 +44,13 @@ class Batch:
 
     @property
     def ids_PL(self) -> Tensor:
-        """Padded on the right; nothing looks at what stands there."""
+        """Token ids of the prompts, padded on the right. Nothing reads the padding."""
         return torch.tensor([prompt + [0] * (self.L - len(prompt)) for prompt in self.prompts])
 
 
 @dataclass
 class Sampled:
-    """What came out of a batch, on the host."""
+    """The completions of a batch, in host memory."""
 
     tokens_NT: Tensor
     logps_NT: Tensor
@@ -88,9 +88,9 @@ class NativeEngine:
         return [[completions[i * G + g] for g in range(G)] for i in range(len(prompts))]
 
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
-        """Every distinct prompt is read once, then all completions advance together.
+        """Read every distinct prompt once, then decode all completions together.
 
-        Of the batch's N rows, B still run; finished ones leave.
+        B of the batch's N rows are still running; finished rows leave.
         """
         N, T, device = len(batch.row_N), params.max_completion_length, self.backbone.device
         self.cache.reserve(len(batch.prompts), batch.L, N, T)
@@ -133,7 +133,7 @@ class NativeEngine:
         return Sampled(tokens_NT.cpu(), logps_NT.cpu(), length_N.cpu(), stopped)
 
     def _read(self, batch: Batch, length_P: Tensor) -> Tensor:
-        """Logits after each prompt; keys and values stay in the cache."""
+        """Return the logits after each prompt; keys and values stay in the cache."""
         ids_PL = batch.ids_PL.to(self.backbone.device)
         position_PL = torch.arange(batch.L, device=ids_PL.device).expand(ids_PL.shape)
         hidden_PLD = self.backbone.hidden(ids_PL, position_PL, Prefill(self.cache))
@@ -148,6 +148,6 @@ def require_finite(logits_PV: Tensor) -> Tensor:
 
 
 def uniform_numbers(rows: Sequence[int], T: int, seed: int) -> Tensor:
-    """T numbers for each completion that depend on the seed and its place alone, not on the batch it is in."""
+    """T random numbers for each completion. They depend on the seed and its row alone, not on its batch."""
     table_NT = torch.rand(max(rows) + 1, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return table_NT[torch.tensor(rows)]

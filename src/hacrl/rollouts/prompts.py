@@ -1,4 +1,4 @@
-"""A prompt as one model's tokens."""
+"""Turns prompts into the tokens of one model."""
 
 import json
 import math
@@ -21,23 +21,23 @@ from hacrl.tasks.worker import Worker
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_MEMORY_GIB = 1.0
 TEMPLATE_CHARACTERS = 10**6
-"""What a chat template may take for a short prompt, and make of it; usual ones take a millisecond and a few MB."""
+"""Limits for rendering a short prompt with a chat template. Usual templates take a millisecond and a few MB."""
 CHARACTERS_PER_TOKEN = 16
-"""A text with more characters than this for each token allowed is read in part first: the part is mostly too long."""
+"""A text with more characters per allowed token is first encoded in part, because the part is mostly too long."""
 MARGIN = 128
-"""Tokens that the end of a text may take back from what stands before it: a long word can be one unknown token."""
+"""How many tokens the end of a text may take away from its beginning: a long word can become one unknown token."""
 
 
 class Beginning(list[int]):
-    """The tokens of the first part of a text: more than are allowed, so the others do not matter."""
+    """The tokens of the first part of a text. They are more than allowed, so the rest does not matter."""
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, config: AgentConfig, prompt: Prompt, limit: float = math.inf
 ) -> list[int]:
-    """Token ids of a prompt, through the model's own chat template if it has one.
+    """Return the token ids of a prompt, rendered with the model's own chat template if it has one.
 
-    If they are far more than `limit`, a `Beginning` of them, which takes no time and memory.
+    If there are far more than `limit`, only a `Beginning` is returned, which saves time and memory.
     """
     system = config.system_prompt
     prompt = with_suffix(prompt, config)
@@ -67,7 +67,7 @@ def render(
 def chat_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], where: str, model: str, **options: Any
 ) -> str:
-    """What the chat template makes of messages; UserError if it does not work."""
+    """Render messages with the chat template; UserError if the template fails."""
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template is a program, and raises whatever it likes
@@ -77,7 +77,7 @@ def chat_text(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, limit: float, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text; if they are far more than `limit`, a `Beginning` of them."""
+    """Return the token ids of a text, or only a `Beginning` if there are far more than `limit`."""
     size = CHARACTERS_PER_TOKEN * (limit + MARGIN)
     while len(text) > size:
         ids = tokenizer.encode(text[: int(size)], add_special_tokens=add_special_tokens)
@@ -88,13 +88,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, limit: float, add_spec
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, where: str) -> None:
-    """UserError if the chat template explodes: if it does not come to an end with a short prompt, or makes far too
-    much of it. What it says is not looked at."""
+    """Raise UserError if the chat template explodes: if it does not finish a short prompt, or makes far too much text
+    of it. The text itself is not checked."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not isinstance(template, str):
-        return  # there is none, or it is of no use, which is told when a prompt is rendered
+        return  # there is no template, or an unusable one, which is reported when a prompt is rendered
     question, answer = {"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2"}
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
     common = {**tokenizer.special_tokens_map, "tools": None, "documents": None}
@@ -109,11 +109,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, wher
 
 @lru_cache
 def _explosion(template: str, variables: str) -> str | None:
-    """What went beyond the limits; None: nothing. In a child, because nothing else ends a long multiplication."""
+    """Say which limit the template exceeds, or None. It runs in a child, as nothing else ends a long multiplication."""
     function = f"{Path(__file__).with_name('template_child.py')}:lengths"
     with closing(Worker(function, sys.path, TEMPLATE_MEMORY_GIB)) as child:
         reply = child.call({"completions": json.loads(variables), "template": template}, TEMPLATE_SECONDS)
-    if reply.outcome == "unloadable":  # nothing is known of the template
+    if reply.outcome == "unloadable":  # nothing is known about the template
         return None
     if reply.outcome == "returned":
         longest = max(length or 0 for length in reply.values)
@@ -126,7 +126,7 @@ def _explosion(template: str, variables: str) -> str | None:
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:
-    """UserError if a prompt has a token that the model has no row for."""
+    """Raise UserError if a prompt has a token that is not in the model's embedding."""
     if (last := max(ids)) >= vocabulary:
         raise UserError(
             f"agents.{config.id}: a prompt has the token {tokenizer.convert_ids_to_tokens(last)!r} ({last}), but "
@@ -135,7 +135,7 @@ def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenize
 
 
 def with_suffix(prompt: Prompt, config: AgentConfig) -> Prompt:
-    """The prompt with the agent's `prompt_suffix` behind what the user says last."""
+    """Return the prompt with the agent's `prompt_suffix` added to the user's last message."""
     suffix = config.prompt_suffix
     if isinstance(prompt, str):
         return prompt + suffix
@@ -156,4 +156,4 @@ def has_unknown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
     """Whether a prompt has characters that the tokenizer cannot spell."""
     unknown = tokenizer.unk_token_id
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    return unknown is not None and unknown not in others and unknown in ids  # GPT-2's is its end of text
+    return unknown is not None and unknown not in others and unknown in ids  # GPT-2's unknown token is its end of text

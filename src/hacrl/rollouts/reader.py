@@ -1,4 +1,4 @@
-"""How one model reads and writes text: prompts as its tokens, and others' completions as its tokens."""
+"""Turns prompts, and the completions of other agents, into the tokens of one model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from hacrl.tasks.problem import Problem, Prompt
 
 @dataclass(frozen=True)
 class Traits:
-    """How an agent reads and writes text: whether others can use its rollouts depends on it."""
+    """How an agent reads and writes text, which decides whether others can use its rollouts."""
 
     has_chat_template: bool
     vocabulary: str
-    """Equal for two agents whose token ids mean the same tokens."""
+    """A fingerprint that is equal for two agents whose token ids mean the same tokens."""
     opened_block: str
-    """The block that its prompts open for completions, for example <think>; empty: none."""
+    """The block that the agent's prompts open for completions, for example <think>; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model can read."""
+    """Which tokens, and how many of them, a model can read."""
 
     vocabulary: int
-    """Rows of its embedding."""
+    """Number of rows in the model's embedding."""
     positions: int | None
-    """Tokens that it was made for; None: it does not say."""
+    """Number of tokens that the model was made for; None if its config does not say."""
     looks_up: bool
-    """Whether positions are rows of a table, so that there are no more of them."""
+    """Whether the model looks positions up in a table, so that longer texts are impossible."""
 
 
 class Reader:
-    """The tokenizer of an agent, with its chat template, its limits and what ends its turn."""
+    """The tokenizer of an agent, with its chat template, its limits and its end-of-turn tokens."""
 
     def __init__(
         self, config: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], limits: Limits
@@ -47,18 +47,18 @@ class Reader:
         self.retokenizer = Retokenizer(tokenizer, stop_ids[0], config.max_completion_length)
 
     def traits(self, problem: Problem) -> Traits:
-        """`problem` is one of the run's."""
+        """Say how this agent reads and writes text. `problem` is any problem of the run."""
         opened = self.retokenizer.end_of(self.render(problem.prompt)).opened
         return Traits(bool(self.tokenizer.chat_template), self.retokenizer.vocabulary, opened)
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; only a `Beginning` of them if they are far too many."""
+        """Return the token ids of a prompt, or only a `Beginning` if there are far too many."""
         ids = render(self.tokenizer, self.config, prompt, self.config.max_prompt_length)
         check_ids(ids, self.limits.vocabulary, self.tokenizer, self.config)
         return ids
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """UserError if it is too long: a problem that was made later than those that are checked beforehand."""
+        """Return the token ids of a problem's prompt; UserError if too many. Not all can be checked beforehand."""
         ids = self.render(problem.prompt)
         if len(ids) > self.config.max_prompt_length:
             raise self._too_long(
@@ -72,7 +72,7 @@ class Reader:
     def tokens(
         self, rollouts: Sequence[Rollout], prompts: Mapping[int, list[int]], agent: int
     ) -> tuple[dict[int, list[int]], dict[int, str]]:
-        """Completions as this agent's tokens, by row, and why others cannot be had; `prompts` are in its tokens too."""
+        """Return completions in this agent's tokens, and why others are dropped, by row; `prompts` are its tokens."""
         ends = {r.prompt_index: self.retokenizer.end_of(prompts[r.prompt_index]) for r in rollouts if r.source != agent}
         tokens: dict[int, list[int]] = {}
         dropped: dict[int, str] = {}
@@ -87,7 +87,7 @@ class Reader:
     # --- checks before the first step --------------------------------------------------------------
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
-        """UserError if some are too long; a warning if the tokenizer does not know some of their characters."""
+        """Raise UserError if a prompt is too long; warn if the tokenizer does not know some characters."""
         self._check_positions()
         longest, longest_id, unknown = list[int](), "", ""
         for problem in problems:
@@ -117,7 +117,7 @@ class Reader:
         )
 
     def _check_positions(self) -> None:
-        """UserError if there are too few; a warning where the model computes more of them than it was made for."""
+        """Raise UserError if the model has too few positions; warn if it can compute more than it was made for."""
         config, positions = self.config, self.limits.positions
         wanted = config.max_prompt_length + config.max_completion_length
         if positions is None or wanted <= positions:

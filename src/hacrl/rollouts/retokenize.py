@@ -1,4 +1,4 @@
-"""Another agent's completion as this agent's tokens, or the reason why that is not possible."""
+"""Turns another agent's completion into this agent's tokens, or says why that is not possible."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from hacrl.rollouts.rollout import Rollout
 
 TAIL = 16
-"""Tokens of a prompt's end that are looked at: enough to read a completion behind them, and to spell <think>."""
+"""How many tokens of a prompt's end are read: enough to decode a completion after them, and to spell <think>."""
 OPENING = re.compile(r"<(?:think|thinking|reasoning)>(?=\s*\Z)")
 
 
 def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set[int]:
-    """Ids whose token is part of the text: what decoding keeps."""
+    """The ids of tokens that decoding keeps as text."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return set(tokenizer.get_vocab().values()) - special - set(tokenizer.all_special_ids) - set(stop_ids)
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for two tokenizers whose ids mean the same tokens."""
+    """A hash that is equal for two tokenizers whose ids mean the same tokens."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted(set(tokenizer.get_vocab().values()) - readable_ids(tokenizer, []))
     return hashlib.sha256(json.dumps([tokens, special]).encode()).hexdigest()
@@ -36,10 +36,10 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """What a completion stands behind. Some tokens read otherwise there than alone: "▁19" is " 19" and not "19"."""
+    """The end of a prompt. Some tokens decode differently after it than alone: "▁19" is " 19" and not "19"."""
 
     token_ids: tuple[int, ...] = ()
-    """The last tokens of the prompt that are text."""
+    """The last tokens of the prompt, without special tokens."""
     text: str = ""
     opened: str = ""
     """The block that the prompt opens for the completion, for example <think>."""
@@ -49,7 +49,7 @@ NO_PROMPT = PromptEnd()
 
 
 class Dropped(Exception):
-    """This learner cannot use the rollout; the message is the reason that is counted."""
+    """Raised when a learner cannot use a rollout. The message is the reason, which metrics count."""
 
 
 class Retokenizer:
@@ -61,25 +61,25 @@ class Retokenizer:
         self.max_length = max_length
         self.vocabulary = vocabulary_fingerprint(tokenizer)
         self._readable = readable_ids(tokenizer, [])
-        # Pairs of tokens come again and again, and a call of `decode` costs more than what it does.
+        # The same tokens occur again and again, and a call of `decode` costs more than its work.
         self._text = lru_cache(2**16)(lambda token_ids: decode(tokenizer, list(token_ids)))
 
     def end_of(self, prompt_ids: Sequence[int]) -> PromptEnd:
-        """The end of a prompt in the tokens of this agent."""
+        """Return the end of a prompt in the tokens of this agent."""
         token_ids = [token for token in prompt_ids if token in self._readable][-TAIL:]
         last: str = self.tokenizer.decode(list(prompt_ids[-TAIL:]), clean_up_tokenization_spaces=False)
         found = OPENING.search(last)
         return PromptEnd(tuple(token_ids), decode(self.tokenizer, token_ids), found[0] if found else "")
 
     def lead(self, token_ids: list[int], end: PromptEnd) -> str:
-        """White space that a completion begins with behind its prompt, and that decoding it alone leaves out."""
+        """White space at the start of a completion that decoding leaves out unless the prompt stands before it."""
         first = token_ids[:TAIL]
         alone, whole = decode(self.tokenizer, first), decode(self.tokenizer, [*end.token_ids, *first])
         behind = whole.removeprefix(end.text)
         return behind.removesuffix(alone) if behind.endswith(alone) else ""
 
     def __call__(self, rollout: Rollout, end: PromptEnd = NO_PROMPT) -> list[int]:
-        """The rollout's tokens for this learner, closed by its end-of-turn token if the source ended.
+        """Return the rollout in this learner's tokens, with its end-of-turn token if the source ended its turn.
 
         `end` is the end of the learner's own prompt.
         """
@@ -99,8 +99,8 @@ class Retokenizer:
     def text_ends(self, token_ids: Sequence[int], rollout: Rollout, end: PromptEnd) -> list[int]:
         """Where each of these tokens ends in the rollout's text, counted in characters from the prompt's end.
 
-        A token that ends inside a character, or has no text, ends where the next token does that ends at a border of
-        characters. An end of turn counts as one more character.
+        A token that ends inside a character, or has no text, gets the end of the next token that completes a character.
+        An end of turn counts as one more character.
         """
         text = rollout.lead + rollout.text
         ends: list[int] = []
@@ -117,7 +117,7 @@ class Retokenizer:
         return [*ends, len(text) + 1] if rollout.ended else ends
 
     def encode(self, text: str, end: PromptEnd = NO_PROMPT) -> list[int]:
-        """A text as tokens that decode to it behind a prompt."""
+        """Return tokens that decode to this text after a prompt; raise `Dropped` if there are none."""
         if not text:
             raise Dropped("empty")
         if "\ufffd" in text:
@@ -136,6 +136,6 @@ class Retokenizer:
         return ids
 
     def _reads(self, ids: list[int], text: str, end: PromptEnd) -> bool:
-        """Whether these tokens are all text, and this text behind the prompt."""
+        """Whether these tokens have no special ones among them, and decode to this text after the prompt."""
         readable = self._readable.issuperset(ids)
         return readable and decode(self.tokenizer, [*end.token_ids, *ids]) == end.text + text

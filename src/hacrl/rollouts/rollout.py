@@ -1,4 +1,4 @@
-"""What one sampled completion is, and all that agents exchange about it."""
+"""One sampled completion, and everything that agents exchange about it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +13,7 @@ class Completion:
     """What an engine returns for one sample, in the tokens of the model that made it."""
 
     token_ids: list[int]
-    """With the end-of-turn token, if it was sampled."""
+    """The sampled tokens, including the end-of-turn token if it was sampled."""
     logps: list[float]
     """Log-probability of each token: after temperature, before top-p and top-k."""
     finish_reason: FinishReason
@@ -33,33 +33,33 @@ class Rollout:
     step: int
     prompt_id: str
     prompt: Prompt
-    """As the task gives it; every agent renders it in its own way."""
+    """The prompt as the task gives it. Every agent renders it in its own way."""
     prompt_index: int
     """Position of the prompt in the step's batch."""
     source: int
-    """Which agent made it."""
+    """Index of the agent that sampled the rollout."""
     index: int
-    """Which of the source's completions of this prompt it is."""
+    """Number of this completion among those that the source sampled for the prompt."""
     text: str
     token_ids: list[int]
     logps: list[float]
     finish_reason: FinishReason
     ended: bool
     special_inside: bool
-    """Whether there are special tokens before the end, which `text` leaves out."""
+    """Whether the completion has special tokens before its end, which `text` leaves out."""
     vocabulary: str
     """Fingerprint of the source's vocabulary. A learner with the same one takes `token_ids`, others read `text`."""
     policy_version: int
-    """Updates the source had made when it sampled this."""
+    """How many updates the source had made when it sampled the rollout."""
     lead: str = ""
     """White space between the source's prompt and `text`, where decoding the completion alone leaves it out."""
     opened: str = ""
     """The block that the source's prompt opens for the completion, for example <think>."""
     learner_logps: list[float] | None = None
-    """With `overlap`: what the learner said of each token then; when it learns from them, it has changed."""
+    """With `overlap`: the learner's log-probabilities right after sampling, before the updates that follow."""
     reward: float | None = None
     verdict: dict[str, Any] = field(default_factory=dict)
-    """What the verifier said besides the reward: parts, problem, detail."""
+    """What the verifier reports besides the reward: parts, problem, detail."""
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.logps) != len(self.token_ids):

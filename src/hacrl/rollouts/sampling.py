@@ -9,19 +9,19 @@ from transformers import PreTrainedTokenizerBase
 from hacrl.rollouts.engine import SamplingParams
 
 STOP_MARGIN = 8
-"""Tokens looked at besides as many as the stop string has bytes: decoding may change at the cut."""
+"""Tokens that are decoded beyond one for each byte of the stop string, because decoding may change at the cut."""
 
 
 def choose_tokens(logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its log-probability before top-p and top-k.
+    """Return the next token of each row, and its log-probability before top-p and top-k.
 
-    `uniform_B` holds a number in [0, 1) for each row: the token is where the cumulative distribution passes it.
+    `uniform_B` holds a number in [0, 1) for each row. The token is the one where the cumulative distribution passes it.
     """
     if params.temperature == 0:
         token_B = logits_BV.argmax(1)
         return token_B, logits_BV.log_softmax(1).gather(1, token_B[:, None]).squeeze(1)
     logp_BV = (logits_BV / params.temperature).log_softmax(1)
-    # In float64: sums of many small numbers, and a total that no uniform number reaches.
+    # In float64, because this sums many small numbers, and no uniform number may reach the total.
     cumulative_BV = restrict(logp_BV, params.top_p, params.top_k).double().exp().cumsum(1)
     threshold_B1 = uniform_B.double()[:, None] * cumulative_BV[:, -1:]
     token_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=logits_BV.shape[1] - 1)
@@ -29,7 +29,7 @@ def choose_tokens(logits_BV: Tensor, params: SamplingParams, uniform_B: Tensor) 
 
 
 def restrict(logp_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Log-probabilities with everything outside top-k, then outside the top-p nucleus, at -inf."""
+    """Set the log-probability of tokens outside top-k, then of those outside the top-p nucleus, to -inf."""
     if top_k:
         kth_B1 = logp_BV.topk(min(top_k, logp_BV.shape[1]), dim=1).values[:, -1:]
         logp_BV = logp_BV.masked_fill(logp_BV < kth_B1, -torch.inf).log_softmax(1)
@@ -45,9 +45,9 @@ def restrict(logp_BV: Tensor, top_p: float, top_k: int) -> Tensor:
 def length_at_stop(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], checked: int, stops: Sequence[str]
 ) -> int | None:
-    """How many tokens there are when a stop string first stands in the text; None if it does not.
+    """The number of tokens after which the text first contains a stop string; None if it contains none.
 
-    Up to `checked` tokens are known to be free of one.
+    The first `checked` tokens are known to contain none.
     """
     reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
     start = max(checked - reach, 0)

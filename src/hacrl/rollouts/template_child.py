@@ -1,6 +1,6 @@
-"""Renders a chat template to learn whether it comes to an end. Runs in a child process only.
+"""Renders a chat template to find out whether it finishes. Runs in a child process only.
 
-Imports jinja2 alone, so that the child starts fast: its environment is the one that transformers renders with.
+It imports only jinja2, so that the child starts fast, and renders as transformers does.
 """
 
 import json
@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(Extension):
-    """`{% generation %}` marks an assistant's words, and changes nothing in the text."""
+    """The tag `{% generation %}`, which marks an assistant's words and changes nothing in the text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -25,9 +25,9 @@ class Generation(Extension):
 
 
 def lengths(completions: Sequence[dict[str, Any]], template: str) -> list[float]:
-    """How many characters the template makes of each set of variables; 0 if it fails.
+    """The number of characters that the template renders for each set of variables; 0 if it fails.
 
-    They come in place of completions, because children return a number for each of those.
+    The variables are passed as completions, because a child process returns one number for each completion.
     """
     return [float(_length(template, variables)) for variables in completions]
 
@@ -43,7 +43,7 @@ def _length(template: str, variables: dict[str, Any]) -> int:
         return len(environment.from_string(template).render(**variables))
     except MemoryError:
         raise
-    except Exception:  # whatever it is, it is told where the template is rendered for use
+    except Exception:  # any error is reported where the template is rendered for use
         return 0
 
 

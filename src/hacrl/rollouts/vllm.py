@@ -1,7 +1,7 @@
-"""Sampling by vLLM: its own copy of the weights, in this process or another, updated in place when they have changed.
+"""Samples with vLLM, which has its own copy of the weights, in this process or another, and gets them when they change.
 
 A learner computes log-probabilities after temperature and before top-p and top-k. vLLM reports raw ones, before all of
-them, or processed ones, after all of them: the former are right at temperature 1, the latter without top-p and top-k.
+them, or processed ones, after all of them. Raw ones are right at temperature 1, processed ones without top-p and top-k.
 """
 
 import os
@@ -18,10 +18,10 @@ from hacrl.rollouts.rollout import Completion
 from hacrl.rollouts.sampling import length_at_stop
 
 CHECKSUM_TOLERANCE = 1e-9
-"""Relative; both sides add the same numbers in float64, in another order."""
+"""Largest relative difference of two sums. Both sides add the same numbers in float64, in another order."""
 PROBE_LENGTH = 16
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference of a log-probability after an update. Rounding stays far below, other weights do not."""
+"""Largest difference of a log-probability after an update. Rounding stays far below it, wrong weights do not."""
 
 Sums = dict[str, tuple[float, float]]
 Tokens = tuple[list[int], list[float]]
@@ -34,7 +34,7 @@ class Sampler(Protocol):
     def reload(self, weights: dict[str, Tensor]) -> None: ...
     def checksums(self) -> Sums: ...
     def logprobs(self, ids: list[int]) -> list[float]:
-        """Log-probabilities of a text's tokens from the second on."""
+        """Return the log-probabilities of a text's tokens, from the second token on."""
         ...
 
     def generate(
@@ -43,12 +43,12 @@ class Sampler(Protocol):
 
 
 class VLLM:
-    """The sampler in this process."""
+    """A model in vLLM, in this process."""
 
     def __init__(
         self, folder: str, dtype: str, max_length: int, batch_size: int, temperature: float, options: dict[str, Any]
     ) -> None:
-        """`temperature` is that of rollouts; `options` go to vllm.LLM as they are, over what is set here."""
+        """`temperature` is that of rollouts. `options` are passed to vllm.LLM and override the settings made here."""
         vllm = import_vllm()
         settings = {
             "model": folder,
@@ -57,7 +57,7 @@ class VLLM:
             "max_num_seqs": batch_size,
             "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
             "enable_prefix_caching": True,
-            "generation_config": "vllm",  # nothing of the model's own sampling defaults
+            "generation_config": "vllm",  # ignores the model's own sampling defaults
             "disable_log_stats": True,
         }
         self._sampling_params = vllm.SamplingParams
@@ -88,15 +88,15 @@ class VLLM:
                 top_p=params.top_p,
                 top_k=params.top_k,
                 max_tokens=params.max_completion_length,
-                # Completions of a request take the seeds that follow its own.
+                # vLLM gives the completions of a request consecutive seeds, starting with this one.
                 seed=(seed + position * G) % 2**63,
                 stop_token_ids=stop_ids,
-                ignore_eos=True,  # the stop tokens say all
+                ignore_eos=True,  # the stop tokens include it
                 stop=list(params.stop),
                 include_stop_str_in_output=True,
                 detokenize=bool(params.stop),
                 skip_special_tokens=False,
-                logprobs=0,  # of the sampled token alone
+                logprobs=0,  # only that of the sampled token
             )
             for position in range(len(prompts))
         ]
@@ -110,9 +110,9 @@ class VLLM:
 
 
 def match_threads() -> None:
-    """Make OpenMP's number of threads that of torch, which does it when asked, in each thread of Python anew.
+    """Set OpenMP's number of threads to torch's. Asking torch for its number does that, for the calling thread only.
 
-    vLLM's CPU build needs them equal, and always the same: otherwise it fails, or takes over weights wrongly.
+    vLLM's CPU build needs both to be equal and constant. Otherwise it fails, or copies weights wrongly.
     """
     torch.get_num_threads()
 
@@ -131,18 +131,18 @@ class VLLMEngine:
         stop_ids: Sequence[int],
         version: Callable[[], int],
     ) -> None:
-        """`version` counts the updates of the model."""
+        """`version` returns the number of updates that the model has had."""
         self.sampler, self.model, self.tokenizer, self.stop_ids = sampler, model, tokenizer, list(stop_ids)
         self.version, self._has = version, 0
 
     def refresh(self) -> None:
-        """Hand over the model's weights as they are now; UserError if vLLM does not have them then."""
+        """Copy the model's current weights to vLLM; UserError if vLLM does not have them afterwards."""
         self.sampler.reload({name: tensor.detach() for name, tensor in self.model.state_dict().items()})
         self._check()
         self._has = self.version()
 
     def _check(self) -> None:
-        """Two looks: sums of the tensors that vLLM keeps as they are, and log-probabilities, which depend on all."""
+        """Compare sums of the tensors that vLLM keeps unchanged, and log-probabilities, which depend on all tensors."""
         ours, theirs = checksums(self.model), self.sampler.checksums()
         wrong = [
             name
@@ -182,7 +182,7 @@ class VLLMEngine:
 
 
 def import_vllm() -> Any:
-    # Not in a process of vLLM's own: weights are handed over as tensors.
+    # vLLM must not start a process of its own, because it gets weights as tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -196,7 +196,7 @@ def import_vllm() -> Any:
 
 
 def checksums(model: nn.Module) -> Sums:
-    """Sum, and sum of absolute values, of each parameter that is there: padding with zeros does not matter."""
+    """Sum, and sum of absolute values, of each parameter that is not empty. Padding with zeros does not matter."""
     found = {}
     for name, tensor in model.named_parameters():
         if tensor.numel():  # vLLM's CPU build packs the weights of linear layers and leaves nothing here

@@ -14,7 +14,7 @@ from hacrl.tasks.problem import Problem
 
 
 def params_of(config: AgentConfig, num_generations: int) -> SamplingParams:
-    """How an agent samples in training."""
+    """The sampling parameters of an agent in training."""
     return SamplingParams(
         num_generations,
         config.max_completion_length,
@@ -26,7 +26,7 @@ def params_of(config: AgentConfig, num_generations: int) -> SamplingParams:
 
 
 class PolicySource(Source):
-    """Samples with an engine. `version` says how many updates its model has had."""
+    """Samples from a model with an engine. `version` returns how many updates the model has had."""
 
     def __init__(
         self, config: AgentConfig, index: int, seed: int, reader: Reader, engine: Engine, version: Callable[[], int]
@@ -35,7 +35,7 @@ class PolicySource(Source):
         self.reader, self.engine, self.version = reader, engine, version
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
-        """`num_generations` rollouts of each problem, in order."""
+        """Return `num_generations` rollouts of each problem, in the order of the problems."""
         reader = self.reader
         prompts = [reader.prompt_ids(problem) for problem in problems]
         seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
@@ -69,9 +69,9 @@ class PolicySource(Source):
         return rollouts
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
-        """One answer to each problem: the greedy one, or one that is sampled as in training."""
+        """Return one answer to each problem: the greedy one, or one that is sampled as in training."""
         params, seed = SamplingParams(1, self.config.max_completion_length, 0.0, stop=tuple(self.config.stop)), 0
-        if sampled:  # with the same random numbers in each evaluation: what changes is the policy
+        if sampled:  # every evaluation uses the same random numbers, so that only the policy differs
             params, seed = params_of(self.config, 1), derive_seed(self.seed, EVALUATE, self.index)
         groups = self._complete([self.reader.prompt_ids(problem) for problem in problems], params, seed)
         return [decode(self.reader.tokenizer, completion.content_ids) for (completion,) in groups]

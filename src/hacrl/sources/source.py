@@ -8,15 +8,15 @@ from hacrl.tasks.problem import Problem
 
 
 class Source(Protocol):
-    """Answers problems. What it needs for that, a model or something else, is its own affair."""
+    """Answers problems, with a model or in any other way."""
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
-        """The source's rollouts of each problem, in order; the verifier adds rewards later.
+        """Return rollouts of each problem, in the order of the problems. The verifier adds rewards later.
 
-        A step may ask several times for more problems; `sampling_round` counts that from 0.
+        A step may have several rounds of sampling, each with new problems; `sampling_round` counts them from 0.
         """
         ...
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
-        """One answer to each problem: the best that the source has, or one that is sampled as in training."""
+        """Return one answer to each problem: the source's best, or one that is sampled as in training."""
         ...

@@ -1,7 +1,7 @@
 """Runs the command `hacrl` for one run of a study, and ends with the study.
 
-The study holds the other end of standard input and never writes to it. When it closes, the study has ended, however
-that came about.
+The study holds the other end of standard input and never writes to it. When standard input closes, the study has ended,
+for whatever reason.
 """
 
 import os

@@ -15,26 +15,26 @@ from hacrl.errors import UserError, nearest
 from hacrl.training.run_dir import RunDir
 
 ENLARGED = re.compile(r"(.+)_x([1-9][0-9]{0,4})")
-"""gspo_x2: GSPO with twice the rollouts."""
+"""Labels such as gspo_x2, which is GSPO with twice the rollouts."""
 
 
 def merge(data: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings over settings, as `key=value` on the command line: another algorithm.name starts from its defaults."""
+    """Apply changes as `key=value` on the command line does: another algorithm.name starts from its defaults."""
     return apply_overrides(data, [f"{key}={dump_yaml(value)}" for key, value in flat(changes)])
 
 
 def of_present_agents(changes: Mapping[str, Any], present: set[str], known: set[str]) -> dict[str, Any]:
-    """Leave out the settings of agents that only other teams have; an id that no team has stays, to be refused."""
+    """Leave out the settings of agents that only other teams have; an id that no team has stays and is refused."""
 
     def absent(key: str) -> bool:
         owners = [agent for agent in known if f"{key}.".startswith(f"agents.{agent}.")]
-        return bool(owners) and max(owners, key=len) not in present  # an id may have dots itself
+        return bool(owners) and max(owners, key=len) not in present  # an id may contain dots
 
     return {key: value for key, value in flat(changes) if not absent(key)}
 
 
 def listed_ids(data: Mapping[str, Any]) -> set[str]:
-    """Ids of the agents in settings that nobody has checked yet."""
+    """Ids of the agents in settings that are not checked yet."""
     agents = data.get("agents")
     items = agents if isinstance(agents, list) else []
     return {str(item["id"]) for item in items if isinstance(item, dict) and "id" in item}
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What came out, if all steps are done."""
+        """The summary of the run if all steps are done, else None."""
         summary = self.folder.summary()
         return summary if summary is not None and summary["steps"] >= self.config.max_steps else None
 
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def cost(self) -> int:
-        """Rollouts sampled and learned from: what its time is about proportional to."""
+        """Number of rollouts sampled and learned from, to which the run's time is about proportional."""
         return self.config.max_steps * self.config.rollouts_per_step + sum(self.rollouts_used.values())
 
 
@@ -91,7 +91,7 @@ class Study:
 
     config: StudyConfig
     runs: list[Run]
-    """Seed after seed, so that what is there of an unfinished study can be compared."""
+    """All runs, seed after seed, so that the finished part of a study can be compared."""
 
     @classmethod
     def build(cls, config: StudyConfig) -> Self:
@@ -133,7 +133,7 @@ class Study:
 def run_settings(
     config: StudyConfig, over_base: Changes, algorithm: str, option: Changes, where: str
 ) -> dict[str, Any]:
-    """The settings of one run: base, team, settings, algorithm, option, each over those before it."""
+    """The settings of one run: base, team, settings, algorithm, option, each of which overrides those before it."""
     usual = RunConfig.model_fields["algorithm"].default.name
     data = merge({"algorithm": {"name": usual}}, config.base)
     data = merge(data, over_base)
@@ -141,7 +141,7 @@ def run_settings(
     settings, changes, option = (
         of_present_agents(layer, present, known) for layer in (config.settings, config.algorithms[algorithm], option)
     )
-    # A checkpoint every few steps, as in many a config, would fill the disk with what nobody looks at.
+    # A checkpoint every few steps, as in many configs, would fill the disk with files that nobody uses.
     data = merge({**data, "save_every": 0}, settings)
     of_algorithms = {key: value for key, value in settings.items() if key.startswith("algorithm.")}
     enlarged = ENLARGED.fullmatch(algorithm)
@@ -167,7 +167,7 @@ def run_settings(
 
 
 def merge_choice(data: dict[str, Any], changes: Mapping[str, Any], of_algorithms: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat settings over settings; if they choose another algorithm, `of_algorithms` are over its defaults."""
+    """Apply flat changes to settings. If they choose another algorithm, `of_algorithms` override its defaults."""
     chosen = merge(data, {key: value for key, value in changes.items() if key in NAMING})
     if chosen["algorithm"] != data["algorithm"]:
         chosen = merge(chosen, of_algorithms)
@@ -175,7 +175,7 @@ def merge_choice(data: dict[str, Any], changes: Mapping[str, Any], of_algorithms
 
 
 def enlarge(data: dict[str, Any], times: int) -> dict[str, Any]:
-    """Multiply the completions that every agent samples of each prompt."""
+    """Multiply the number of completions that every agent samples for each prompt."""
 
     def enlarged(section: dict[str, Any], count: Any) -> dict[str, Any]:
         return {**section, "num_generations": times * count} if isinstance(count, int) else section

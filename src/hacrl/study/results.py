@@ -1,4 +1,4 @@
-"""What came out of a study: study.json, and the tables at its end."""
+"""The results of a study: study.json, and the tables that are printed at its end."""
 
 import importlib.util
 import json
@@ -34,9 +34,9 @@ MEASURED = {
 def collect(
     study: Study, running: dict[str, str], errors: dict[str, str], gpu_seconds: dict[str, float] | None = None
 ) -> Row:
-    """Everything that is known: runs, results and accounting of agents, comparisons with the baseline.
+    """Collect the results so far: runs, results and accounting of agents, comparisons with the baseline.
 
-    `running`, `errors` and `gpu_seconds` are by name of the run; one in neither of the first two is done, or waits.
+    `running`, `errors` and `gpu_seconds` are by name of the run. A run in neither of the first two is done or waits.
     """
     gpu_seconds = gpu_seconds or {}
     summaries = {run.name: run.summary for run in study.runs}
@@ -72,7 +72,7 @@ def run_rows(
     errors: dict[str, str],
     gpu_seconds: dict[str, float],
 ) -> list[Row]:
-    """How far each run is, and what came out of it."""
+    """The status and the summary of each run."""
     rows = []
     for run in study.runs:
         done = summaries[run.name] is not None
@@ -228,7 +228,7 @@ def say(console: Console, *lines: str) -> None:
 
 
 def print_results(console: Console, results: Row) -> None:
-    """The tables of accuracies and differences, how far they can be trusted, and what they cost."""
+    """Print the tables of accuracies and differences, how far they can be trusted, and what they cost."""
     compared = {(row["pair"], row["agent"], row["variant"]): row for row in results["comparisons"]}
     name = results["title"] or results["name"]
     columns = (f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
@@ -260,7 +260,7 @@ def number(value: float | None) -> str:
 
 
 def spread(row: Row, key: str, scale: float = 1, form: str = ".3f") -> str:
-    """A value with its interval."""
+    """A value with its interval, as text."""
     if row[key] is None:
         return "–"
     text = f"{scale * row[key]:{form}}"
@@ -268,7 +268,7 @@ def spread(row: Row, key: str, scale: float = 1, form: str = ".3f") -> str:
 
 
 def difference(row: Row | None) -> tuple[str, str, str, str]:
-    """The cells of a comparison with the baseline."""
+    """The table cells of a comparison with the baseline."""
     if row is None:
         return "", "", "", ""
     ahead = f"{row['wins']} of {row['seeds']}" if row["seeds"] else "–"
@@ -277,7 +277,7 @@ def difference(row: Row | None) -> tuple[str, str, str, str]:
 
 
 def remarks(results: Row) -> list[str]:
-    """How far the table can be trusted."""
+    """Sentences that say how far the table can be trusted."""
     found = ["Differences are in points, seed by seed; p is an exact sign-flip test, corrected by Holm over the table."]
     counts = {row["seeds"] for row in results["comparisons"] if row["seeds"] > 1}
     if counts and min(counts) < 6:
@@ -302,9 +302,9 @@ COSTS = {
 
 
 def print_accounting(console: Console, results: Row) -> None:
-    """The table of what each result cost: variants need not have had equal rollouts or equal updates."""
+    """Print the table of what each result cost: variants need not have had equal rollouts or equal updates."""
     on_gpus = any(row["gpu_seconds"] is not None for row in results["accounting"])
-    counted = any(row["tokens_forward"] for row in results["accounting"])  # runs of earlier versions have not
+    counted = any(row["tokens_forward"] for row in results["accounting"])  # earlier versions did not count them
     hidden = {"gpu_seconds": not on_gpus, "tokens_forward": not counted}
     shown = [key for key in COSTS if not hidden.get(key)]
     title = "What it cost: one run, mean over seeds"
@@ -339,7 +339,7 @@ def cost(row: Row, key: str) -> str:
 
 
 def decisions(study: Study) -> list[str]:
-    """Where some of the runs follow a choice of ours, because the paper does not settle it."""
+    """Sentences about choices of this project that runs follow, because the paper leaves them open."""
     told = []
     for pair in study.pairs:
         for variant in study.variants:
@@ -350,7 +350,7 @@ def decisions(study: Study) -> list[str]:
 
 
 def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
-    """The grid, what each of its runs will cost, and what is done."""
+    """Print the grid, what each of its runs will cost, and how many are done."""
     columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
     table = new_table(study.config.title or study.config.name, ("pair", "variant", "learner"), columns)
     for pair in study.pairs:
@@ -374,7 +374,7 @@ def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
 
 
 def print_end(console: Console, study: Study, results: Row) -> None:
-    """What failed, how long it took, and what to do next."""
+    """Print what failed, how long the runs took, and what to do next."""
     failed = [row for row in results["runs"] if row["status"] == "failed"]
     finished = [row["summary"] for row in results["runs"] if row["status"] == "done"]
     seconds = sum(summary["seconds"] for summary in finished)

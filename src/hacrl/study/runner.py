@@ -26,13 +26,13 @@ from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_
 
 RUNS_PER_GPU = 4
 RETRIES = 3
-"""How often a run is tried again that ran out of memory beside others."""
+"""How many times a run is tried again after it ran out of memory beside others."""
 GRACE = 10.0
 """Seconds that an interrupted run has to end by itself."""
 LAST_LINES = 8
-"""Lines of the log that are shown of a run that failed."""
+"""How many lines of a failed run's log are shown."""
 TAIL = 1 << 16
-"""Bytes that are read from the end of a log or of metrics."""
+"""How many bytes are read from the end of a log or of metrics."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Places:
     threads: int
     """Threads of each run."""
     gpus: list[str]
-    """GPUs as CUDA_VISIBLE_DEVICES names them; each run sees one of them. If empty, all runs see what there is."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them; each run sees one of them. If empty, all runs see all GPUs."""
 
     def of(self, job: int) -> int:
         """Position of the GPU that a job runs on; 0 where there are none to choose from."""
@@ -66,7 +66,7 @@ class Child:
     at_once: int = 1
     """The most runs that shared its GPU, or this machine, at a time."""
     share: float = 0.0
-    """Seconds it had of its GPU: where n runs share a second, each has 1/n."""
+    """GPU time of the run in seconds: if n runs share a GPU for a second, each gets 1/n."""
 
     def last_lines(self) -> str:
         """The end of what this attempt has printed."""
@@ -105,12 +105,12 @@ def visible_gpus() -> list[str]:
 
     count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    # At the first name of a GPU that is not there, CUDA stops reading.
+    # CUDA stops reading at the first name of a GPU that does not exist.
     return named[:count] or [str(index) for index in range(count)]
 
 
 def with_earlier_threads(config: StudyConfig) -> StudyConfig:
-    """A study that is continued keeps its number of threads; UserError if the folder belongs to something else."""
+    """Keep the number of threads of a study that is continued; UserError if the folder is not this study's."""
     folder = config.folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir: {folder} is a file. Choose another --output-dir.")
@@ -132,7 +132,7 @@ def with_earlier_threads(config: StudyConfig) -> StudyConfig:
 
 
 def check_unchanged(study: Study) -> None:
-    """UserError if a run that was started is not in the grid, or there with other settings."""
+    """Raise UserError if a run that was started is not in the grid, or has other settings there."""
     grid = {run.folder.path: run for run in study.runs}
     for file in sorted(study.folder.glob("runs/*/*/*/config.yaml")):
         place = f"{study.folder} was made by another study"
@@ -166,12 +166,12 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
 
 
 class Runner:
-    """Starts runs while there is room, looks after them, and writes down what came out."""
+    """Starts runs while there is room, watches them, and writes the results."""
 
     def __init__(self, study: Study, places: Places, console: Console) -> None:
         self.study, self.places = study, places
         self.room = Counter(places.of(job) for job in range(places.jobs))
-        """Runs at once on each GPU; fewer where they turned out to need too much memory."""
+        """How many runs each GPU may have at once; fewer after they ran out of memory."""
         self.retries: Counter[str] = Counter()
         self.waiting = [run for run in study.runs if run.summary is None]
         self.children: list[Child] = []
@@ -183,10 +183,10 @@ class Runner:
         self.busy = 0.0
         """Seconds of the runs that ended since the study was called."""
         self.work = 0.0
-        """What these runs did, in the unit of `Run.cost`."""
+        """Work done by the runs in `busy`, in the unit of `Run.cost`."""
 
     def go(self) -> None:
-        """Start runs and look after them until all have ended."""
+        """Start runs and watch them until all have ended."""
         self.write()
         while self.waiting or self.children:
             while self.waiting and (job := self.free_job()) is not None:
@@ -201,7 +201,7 @@ class Runner:
                 time.sleep(0.25)
 
     def last_steps(self) -> dict[str, int]:
-        """Last step of each run that goes on; after an interruption it begins at its last checkpoint."""
+        """The last step of each run in progress. A run that was interrupted begins at its last checkpoint."""
         steps = {child.run.name: last_step(child.run) for child in self.children}
         for child in self.children:
             child.first_step = min(child.first_step, steps[child.run.name])
@@ -217,11 +217,11 @@ class Runner:
             child.share += (self.looked - max(before, child.start)) / at_once
 
     def crowd(self) -> Counter[int]:
-        """How many runs go on, on each GPU."""
+        """How many runs are in progress on each GPU."""
         return Counter(self.places.of(child.job) for child in self.children)
 
     def free_job(self) -> int | None:
-        """A job that a run can be started as; None while there is no room."""
+        """The number of a free job for the next run; None while there is no room."""
         crowd, taken = self.crowd(), {child.job for child in self.children}
         free = (job for job in range(self.places.jobs) if job not in taken)
         return next((job for job in free if crowd[self.places.of(job)] < self.room[self.places.of(job)]), None)
@@ -241,7 +241,7 @@ class Runner:
         with log.open("ab") as file:
             position = file.tell()
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": file, "stderr": subprocess.STDOUT}
-            # In a session of its own: Ctrl-C is for the study alone, which then ends its children.
+            # In a session of its own: Ctrl-C reaches only the study, which then ends its children.
             process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         return Child(run, process, job, log, position, time.monotonic(), last_step(run))
 
@@ -289,7 +289,7 @@ class Runner:
             child.process.stdin.close()
 
     def stop(self) -> None:
-        """End all children, first by asking; a second Ctrl-C does not leave them behind."""
+        """End all children, first with SIGINT, then by force. A second Ctrl-C does not leave them behind."""
         try:
             for child in self.children:
                 child.process.send_signal(signal.SIGINT)
@@ -306,7 +306,7 @@ class Runner:
                 self.close(child)
 
     def time_left(self, steps: dict[str, int]) -> float | None:
-        """Seconds until all runs are done, judged by what was done since the study was called; None at first."""
+        """Estimate the seconds until all runs are done from what was done since the study was called; None at first."""
         busy, work = self.busy, self.work
         left = float(sum(run.cost for run in self.waiting))
         for child in self.children:
@@ -322,7 +322,7 @@ def last_step(run: Run) -> int:
     """The newest step in the run's metrics; 0 where there is none."""
     file = run.folder.metrics_file
     try:
-        newest = read_bytes(file, -TAIL).split(b"\n")[-2:-1]  # behind it is what is being written
+        newest = read_bytes(file, -TAIL).split(b"\n")[-2:-1]  # after it comes what is being written
         ((_, last),) = parse_lines(b"\n".join([*newest, b""]), file, METRICS)
     except (FileNotFoundError, UserError, ValueError):  # not there, longer than what was read, or damaged
         return 0
@@ -333,7 +333,7 @@ def last_step(run: Run) -> int:
 
 
 class View:
-    """Bars in a terminal, a line for each run elsewhere."""
+    """Shows progress: bars in a terminal, a line for each run elsewhere."""
 
     def __init__(self, study: Study, console: Console, done: int) -> None:
         self.console, self.total, self.done, self.left = console, len(study.runs), done, "–"

@@ -22,7 +22,7 @@ class Accounts:
         self.totals: list[Counter[str]] = [Counter() for _ in range(num_agents)]
         """Rollouts, tokens and updates of each agent so far."""
         self.times = [{"sample_seconds": 0.0, "learn_seconds": 0.0} for _ in range(num_agents)]
-        """Seconds each agent sampled and learned; what it scored for others counts as learning."""
+        """Seconds that each agent sampled and learned; scoring for others counts as learning."""
         self.seconds = 0.0
         """Seconds of all steps."""
         self.waited = np.zeros(num_agents)
@@ -32,11 +32,11 @@ class Accounts:
         self.waited[:] = 0
 
     def note_waiting(self, start: float, answers: Sequence[Timed[Any]]) -> None:
-        """All agents were asked at `start`, and the last answer has just come."""
+        """Add the time that each agent waited: all were asked at `start`, and the last answer has just come."""
         self.waited += time.perf_counter() - start - np.array([answer.seconds for answer in answers])
 
     def add_sampled(self, k: int, rollouts: Sequence[Rollout], seconds: float) -> dict[str, Any]:
-        """Count what an agent sampled in a step; metrics of it."""
+        """Count what an agent sampled in a step, and return metrics of it."""
         tokens = sum(rollout.num_tokens for rollout in rollouts)
         verified = {
             "unverified": sum(rollout.reward is None for rollout in rollouts),
@@ -61,7 +61,7 @@ class Accounts:
         self.times[k]["learn_seconds"] += seconds
 
     def so_far(self, k: int) -> dict[str, int]:
-        """Totals of an agent for the metrics of a step."""
+        """Totals of an agent so far, for the metrics of a step."""
         own = self.totals[k]
         return {"num_tokens": own["tokens"], "num_rollouts": own["rollouts"], "num_updates": own["updates"]}
 

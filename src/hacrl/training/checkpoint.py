@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not used.
+"""Writes and reads checkpoints, so that only whole ones are used.
 
 A checkpoint is written into a folder of another name, closed by a marker file with the size and the checksum of every
 file, flushed to disk and renamed. Whatever kills the process, a folder named `checkpoint-<step>` was complete when it
-got its name; whoever uses it later compares it with its marker.
+got its name. Its files are compared with the marker before it is used.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ NAME = re.compile(r"checkpoint-\d+")
 PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
 CONTENTS = Kind("a list of checksums", {"checksum": str, "files": {"*": {"size": int, "sha256": str}}}, "")
 THREADS = 8
-"""Files that are read at the same time."""
+"""How many files are read at the same time."""
 SHOWN = 3
-"""Damaged files of a checkpoint that are named; of more, the number."""
+"""How many damaged files of a checkpoint a message names; it only counts the others."""
 
 Contents = dict[str, dict[str, Any]]
 """Size and checksum of each file by its path in the checkpoint."""
@@ -84,7 +84,7 @@ def contents(folder: Path) -> Contents:
 
 
 def sha256(path: Path) -> str:
-    """Reads about 1 GB a second on one core, hardly slower than CRC-32; the optimizer of an 8B model takes a minute."""
+    """Checksum of a file: about 1 GB a second on one core, hardly slower than CRC-32; a minute for an 8B optimizer."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -102,11 +102,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# --- which there are -------------------------------------------------------------------------------
+# --- finding them ----------------------------------------------------------------------------------
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints that have their marker, oldest first. Their files are not looked at."""
+    """Checkpoints that have their marker, oldest first. Their files are not checked."""
     return [path for path in all_checkpoints(run_dir) if (path / MARKER).is_file()]
 
 
@@ -121,14 +121,14 @@ def prune(run_dir: Path, keep: int | None, best: int | None) -> None:
         return
     candidates = [path for path in complete_checkpoints(run_dir) if step_of(path) != best]
     for path in candidates[:-keep]:
-        # First it loses its name: a half-deleted checkpoint must not look like a damaged one.
+        # It is renamed first: a half-deleted checkpoint must not look like a damaged one.
         aside = path.with_name(f".{path.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(path.rename(aside))
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """What an interrupted save or removal left behind, and nothing else that lies there."""
+    """Delete what an interrupted save or removal left behind, and nothing else."""
     for path in run_dir.iterdir():
         if path.is_dir() and PARTIAL.fullmatch(path.name):
             shutil.rmtree(path)
@@ -138,12 +138,12 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def damage(checkpoint: Path, part: str = "") -> str | None:
-    """What is wrong with the files of a checkpoint, or with those whose path begins with `part`; None: nothing."""
+    """Say what is wrong with a checkpoint's files, or with those whose path begins with `part`; None: nothing."""
     marker = checkpoint / MARKER
     if not marker.is_file():
         return f"{MARKER} is missing"
     try:
-        if marker.read_bytes().strip().isdigit():  # a step, all that it said before it had checksums
+        if marker.read_bytes().strip().isdigit():  # earlier versions wrote only the step, without checksums
             warn(f"{checkpoint} was saved by an earlier version, without checksums: its files cannot be checked.")
             return None
         told = read_object(marker, CONTENTS)
@@ -160,7 +160,7 @@ def damage(checkpoint: Path, part: str = "") -> str | None:
 
 
 def _fault(checkpoint: Path, name: str, told: dict[str, Any]) -> str | None:
-    """What is wrong with one file, by what the marker says of it."""
+    """Say how one file differs from what the marker says; None if it does not."""
     path = checkpoint / name
     if not path.is_file():
         return f"{name} is missing"
@@ -175,7 +175,7 @@ def _fault(checkpoint: Path, name: str, told: dict[str, Any]) -> str | None:
 
 
 def newest_whole(run_dir: Path, part: str = "") -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint that is whole, or None if there is none at all; and what is wrong with those after it."""
+    """Return the newest whole checkpoint, None if there is none at all, and what is wrong with newer ones."""
     damaged: dict[Path, str] = {}
     for path in reversed(all_checkpoints(run_dir)):
         fault = damage(path, part)
@@ -192,7 +192,7 @@ def newest_whole(run_dir: Path, part: str = "") -> tuple[Path | None, dict[Path,
 
 
 def to_continue_from(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint, or None if there is none at all. Damaged ones after it are moved out of the way."""
+    """Return the newest whole checkpoint, or None if there are none at all. Newer, damaged ones are renamed."""
     remove_leftovers(run_dir)
     found, damaged = newest_whole(run_dir)
     for path, fault in damaged.items():
@@ -204,7 +204,7 @@ def to_continue_from(run_dir: Path) -> Path | None:
 
 
 def find_checkpoint(run_dir: Path, step: int | None) -> Path:
-    """The models of a step, or the newest whole ones; UserError if there are none."""
+    """Return the checkpoint of a step, or the newest one with whole models; UserError if there is none."""
     if not all_checkpoints(run_dir):
         raise UserError(f"{run_dir} has no checkpoint yet.")
     if step is None:
@@ -224,7 +224,7 @@ def find_checkpoint(run_dir: Path, step: int | None) -> Path:
 
 
 def refuse_damaged_model(place: str, model: str) -> None:
-    """UserError if a model is one of a checkpoint and its files are not those that were saved."""
+    """Raise UserError if a model belongs to a checkpoint and its files are not those that were saved."""
     folder = Path(model).expanduser()
     checkpoint = folder.parent.parent
     if folder.parent.name != "agents" or not (checkpoint / MARKER).is_file():
@@ -237,7 +237,7 @@ def refuse_damaged_model(place: str, model: str) -> None:
 
 
 def load_state(checkpoint: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """What trainer.json holds, these keys among it."""
+    """Read trainer.json; UserError if it lacks one of these keys."""
     advice = f"Delete {checkpoint}: the checkpoint before it is used then."
     return read_object(
         checkpoint / "trainer.json", Kind("the state of a trainer", dict.fromkeys(keys, object), advice, exact=True)

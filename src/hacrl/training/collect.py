@@ -33,7 +33,7 @@ class Sampled:
 
 
 class Collector:
-    """Takes problems from the training stream, and lets every agent sample and the verifier judge."""
+    """Takes problems from the training stream, lets every agent answer them and the verifier judge the answers."""
 
     def __init__(self, config: RunConfig, task: Task, executor: Executor, accounts: Accounts, watcher: Watcher) -> None:
         self.config, self.task, self.executor = config, task, executor
@@ -42,12 +42,12 @@ class Collector:
         self.position = 0
         """How many problems of the training stream have been taken."""
         self.ahead: Sampled | None = None
-        """With overlap: the next step's rollouts."""
+        """With overlap: the next step's rollouts, sampled ahead."""
 
     def collect(self, step: int) -> tuple[list[Problem], list[list[Rollout]], dict[str, Any]]:
-        """The step's problems, every agent's verified rollouts of them, and metrics.
+        """Return the step's problems, every agent's verified rollouts of them, and metrics.
 
-        With dynamic sampling, prompts whose rewards are all equal make room for further ones, in at most
+        With dynamic sampling, prompts whose rewards are all equal are replaced by further ones, in at most
         `dynamic_sampling_rounds` rounds; if that is not enough, they stay.
         """
         config, wanted = self.config, self.config.prompts_per_step
@@ -84,7 +84,7 @@ class Collector:
         return [problem for problem, _ in chosen], rollouts, metrics
 
     def _observe(self, batches: Sequence[Sampled]) -> None:
-        """Tell the task how its problems were answered: a curriculum goes by it."""
+        """Tell the task the rewards of its problems, which a curriculum depends on."""
         judged: list[tuple[Problem, float]] = []
         for batch in batches:
             for own in batch.rollouts:
@@ -92,7 +92,7 @@ class Collector:
         self.task.observe(judged)
 
     def _next_batch(self, count: int, known: set[str], step: int, sampling_round: int) -> Sampled | None:
-        """Further problems with rollouts; those sampled ahead, if there are any; None: the stream has no new ones."""
+        """Return problems with rollouts: those sampled ahead, else further ones; None if the stream has no new ones."""
         if self.ahead is not None:
             batch, self.ahead = self.ahead, None
             return batch
@@ -112,7 +112,7 @@ class Collector:
         return problems
 
     def keep_ahead(self, problems: list[Problem], sampled: Sequence[Timed[list[Rollout]]]) -> None:
-        """Verify the next step's rollouts while agents learn, which is not the time of their sampling."""
+        """Verify the next step's rollouts while agents learn; the time of their sampling does not count as waiting."""
         self.ahead = self._verified(problems, sampled)
         self.accounts.waited -= self.ahead.seconds
 
@@ -139,7 +139,7 @@ class Collector:
     # --- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The problems sampled ahead can be drawn again; the policy that sampled the rollouts is gone."""
+        """Includes rollouts sampled ahead, because their policy is gone; their problems can be drawn again."""
         state = None
         if self.ahead is not None:
             state = {
@@ -150,7 +150,7 @@ class Collector:
         return {"position": self.position, "task": self.task.state_dict(), "ahead": state}
 
     def load_state_dict(self, state: dict[str, Any], changed: UserError) -> None:
-        """Raises `changed` if the task no longer gives the problems that were sampled ahead."""
+        """Restore the state; raise `changed` if the task no longer gives the problems that were sampled ahead."""
         self.position = state["position"]
         self.task.load_state_dict(state["task"])
         ahead = state["ahead"]

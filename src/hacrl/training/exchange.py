@@ -1,4 +1,4 @@
-"""Whether the agents of a run can use each other's rollouts, said before the first step."""
+"""Checks, before the first step, whether the agents of a run can use each other's rollouts."""
 
 from collections import defaultdict
 
@@ -13,9 +13,9 @@ SUBSTITUTE = (
 
 
 def check_exchange(config: RunConfig, traits: list[Traits], resume: bool) -> None:
-    """UserError if the algorithm is not defined between these agents; a warning if they drop each other's rollouts.
+    """Raise UserError if the algorithm is not defined between these agents; warn if they drop each other's rollouts.
 
-    A run of an earlier version goes on as it began, with a warning.
+    A run that was begun with an earlier version continues with a warning.
     """
     if not (config.algorithm.shares_rollouts or config.algorithm.scores_by_others):
         return

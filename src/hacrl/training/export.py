@@ -24,6 +24,6 @@ def export_run(run_dir: Path, folder: Path, step: int | None, merge: bool) -> It
         else:
             load_model(agent.model_copy(update={"device": "cpu"}), source).save_pretrained(target)
             for path in source.iterdir():
-                if not path.name.startswith("adapter_"):  # the tokenizer's
+                if not path.name.startswith("adapter_"):  # files of the tokenizer
                     shutil.copy(path, target)
         yield target

@@ -18,8 +18,8 @@ from hacrl.errors import UserError
 
 Line = dict[str, Any]
 Shape = Any
-"""What a value must be: a type, a tuple of shapes of which one fits, [shape of each item], or {key: shape} of an
-object, in which `key?` may be missing and `*` stands for all other keys."""
+"""What a value must be: a type, a tuple of alternative shapes, [shape of each item], or {key: shape} for an
+object, where `key?` may be missing and `*` stands for all other keys."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kind:
     """What an error message calls it."""
     shape: Shape
     advice: str
-    """What to do with a damaged one."""
+    """What an error message tells the user to do with a damaged one."""
     exact: bool = False
     """Whether numbers that are not finite stay as they are; otherwise they become None."""
     grows: bool = False
@@ -40,7 +40,7 @@ class Kind:
 NUMBER = (int, float, NoneType)
 """A number in JSON, where null stands for one that is not finite."""
 LARGEST = 2**63
-"""We write no whole number as large as this; not all of them fit into a float."""
+"""Whole numbers in our files are smaller than this. Not all larger ones fit into a float."""
 
 
 def shape_of(annotation: Any) -> Shape:
@@ -67,12 +67,12 @@ def read_lines(path: Path, kind: Kind) -> list[Line]:
 
 
 def each_line(path: Path, kind: Kind) -> Iterator[tuple[str, Line]]:
-    """Each line of a file, as text and as an object; a damaged one is an error when its turn comes."""
+    """Yield each line of a file, as text and as an object; UserError when a damaged line is reached."""
     return parse_lines(read_bytes(path).removeprefix(codecs.BOM_UTF8), path, kind)
 
 
 def parse_lines(data: bytes, path: Path, kind: Kind, first: int = 1) -> Iterator[tuple[str, Line]]:
-    """The lines in a piece of a file; `first` is the number of its first line."""
+    """Yield the lines in a piece of a file; `first` is the number of its first line."""
     texts = data.split(b"\n")
     if kind.grows:
         texts.pop()
@@ -83,7 +83,7 @@ def parse_lines(data: bytes, path: Path, kind: Kind, first: int = 1) -> Iterator
 
 
 def read_bytes(path: Path, start: int = 0) -> bytes:
-    """A file from an offset on, or, where `start` is negative, its last bytes. FileNotFoundError if it is not there."""
+    """Read a file from an offset on, or its last bytes if `start` is negative; FileNotFoundError if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(start if start >= 0 else max(os.fstat(file.fileno()).st_size + start, 0))
@@ -121,10 +121,10 @@ def _finite(text: str) -> float | None:
 
 
 def mismatch(value: Any, shape: Shape, name: str = "") -> str | None:
-    """What is wrong with a value that does not have this shape; None if it has."""
+    """Say what is wrong with a value that does not have this shape; None if it has."""
     if isinstance(shape, tuple):
         faults = [mismatch(value, each, name) for each in shape]
-        return None if None in faults else max(faults, key=lambda fault: len(str(fault)))  # the one that looked deepest
+        return None if None in faults else max(faults, key=lambda fault: len(str(fault)))  # the one found deepest
     if isinstance(shape, list) and isinstance(value, list):
         return next((fault for item in value if (fault := mismatch(item, shape[0], name))), None)
     if isinstance(shape, dict) and isinstance(value, dict):

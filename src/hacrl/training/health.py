@@ -7,7 +7,7 @@ from typing import Any
 from hacrl.algorithms import Algorithm
 
 WINDOW = 10
-"""How many of the last steps a warning is judged by."""
+"""How many of the last steps a warning is based on."""
 OPPOSED = -0.05
 """Mean cosine of a learner's foreign and own gradient below which they are called opposed."""
 
@@ -22,7 +22,7 @@ class CollaborationCheck:
         self._told: set[tuple[str, str]] = set()
 
     def warnings(self, metrics: dict[str, Any]) -> list[str]:
-        """What the metrics of one more step give reason to say."""
+        """Take the metrics of one more step, and return new warnings."""
         self._recent.append(metrics)
         if len(self._recent) < WINDOW:
             return []
@@ -35,7 +35,7 @@ class CollaborationCheck:
         return found
 
     def _idle(self, learner: str) -> str | None:
-        """A warning if in every step there were rollouts of others to learn from, and none of them was used."""
+        """Return a warning if every step had rollouts of others to learn from, and none of them was used."""
         prefixes = [f"{learner}/from_{source}" for source in self.agents if source != learner]
         for metrics in self._recent:
             kept = [metrics[f"{prefix}/kept"] for prefix in prefixes if f"{prefix}/kept" in metrics]
@@ -60,7 +60,7 @@ class CollaborationCheck:
         )
 
     def _harmful(self, learner: str) -> str | None:
-        """A warning if what the learner gets from others points against what it learns from its own rollouts."""
+        """Return a warning if the gradient from others' rollouts points against that from the learner's own."""
         name = f"{learner}/grad_cosine"
         cosines = [metrics[name] for metrics in self._recent if metrics.get(name) is not None]
         if len(cosines) < WINDOW or (mean := sum(cosines) / len(cosines)) > OPPOSED:

@@ -12,11 +12,11 @@ from hacrl.training.metrics import accuracy_metrics
 from hacrl.training.watcher import Watcher
 
 History = list[dict[int, float]]
-"""A value of each agent by step."""
+"""For each agent, a value by step."""
 
 
 class HeldOut:
-    """Evaluates, and keeps what it found."""
+    """Evaluates the agents on held-out problems, and keeps the results."""
 
     def __init__(self, config: RunConfig, task: Task, executor: Executor, watcher: Watcher) -> None:
         self.config, self.task, self.executor, self.watcher = config, task, executor, watcher
@@ -27,7 +27,7 @@ class HeldOut:
         """Mean reward of sampled answers."""
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Accuracy of every agent on the held-out problems: greedy and, if asked for, sampled as in training."""
+        """Measure every agent's accuracy on held-out problems: greedy and, if asked for, sampled as in training."""
         problems = self.task.eval_problems
         if not problems:
             return {}
@@ -43,7 +43,7 @@ class HeldOut:
     def _evaluate(
         self, step: int, problems: list[Problem], sampled: bool, name: str, history: History
     ) -> dict[str, Any]:
-        """The mean reward of what was judged, of all problems and of each part of a mixture."""
+        """Measure the mean reward of the judged answers, over all problems and over each part of a mixture."""
         unverified = "eval_sampled_unverified" if sampled else "eval_unverified"
         metrics: dict[str, Any] = {}
         for k, answer in enumerate(self.executor.answer(problems, sampled)):
@@ -63,7 +63,7 @@ class HeldOut:
         return max(means, key=means.__getitem__) if means else None
 
     def summary(self, k: int) -> dict[str, float | None]:
-        """The first and the last figures of one agent."""
+        """The first and the last accuracy of one agent, greedy and, if measured, sampled."""
         found = first_and_last(self.accuracy[k], "accuracy")
         return found | (first_and_last(self.sampled[k], "sampled") if self.config.eval_samples else {})
 
@@ -79,5 +79,5 @@ class HeldOut:
 
 
 def first_and_last(values: dict[int, float], name: str) -> dict[str, float | None]:
-    """The first and the last of values by step."""
+    """The values of step 0 and of the last step."""
     return {f"start_{name}": values.get(0), f"final_{name}": values[max(values)] if values else None}

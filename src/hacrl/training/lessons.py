@@ -23,11 +23,11 @@ def lesson_for(
     rollouts: Sequence[Rollout],
     omega_KK: Tensor,
 ) -> tuple[Lesson, Advantages]:
-    """One learner's lesson from everybody's valid rollouts."""
+    """Make one learner's lesson from the valid rollouts of all agents."""
     algorithm, agent, max_steps = config.algorithm, config.agents[learner], config.max_steps
     used = [rollout for rollout in rollouts if algorithm.shares_rollouts or rollout.source == learner]
     source_N = torch.tensor([rollout.source for rollout in used], dtype=torch.long)
-    # Positions follow the task, whose parts may alternate; an algorithm that chooses by number must not.
+    # Shuffled, because parts of a task may alternate by position, and an algorithm may choose prompts by number.
     number_P = permutation(len(problems), config.seed, NUMBER, step)
     prompt_N = torch.tensor([number_P[rollout.prompt_index] for rollout in used], dtype=torch.long)
     rewards_N = torch.tensor([rollout.reward for rollout in used], dtype=torch.float64)
@@ -60,7 +60,7 @@ def examples(learner: int, step: int, config: RunConfig, rollouts: Sequence[Roll
 
 
 def minibatches(config: RunConfig, agent: AgentConfig, step: int) -> list[list[int]]:
-    """Prompt positions of each update, all passes in a row; seed and step alone decide the order."""
+    """Prompt positions of each update, all passes in a row. The order depends on seed and step alone."""
     parts = []
     for iteration in range(agent.num_iterations):
         order = permutation(config.prompts_per_step, config.seed, SHUFFLE, step, iteration)

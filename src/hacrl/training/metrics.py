@@ -66,7 +66,7 @@ def reward_of_parts(rollouts: Sequence[Rollout], problems: Sequence[Problem]) ->
 
 
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
-    """What the learner reports itself, and what the clip did to its own rollouts."""
+    """The learner's own metrics, and how the clip affected its own rollouts."""
     metrics = dict(result.metrics) | _dropped(result, lesson, learner)
     own = _by_source(result, lesson).get(learner)
     if own:
@@ -81,7 +81,7 @@ def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metri
 
 
 def pair_metrics(result: LearnResult, lesson: Lesson, sources: int) -> list[Metrics]:
-    """How a learner used the rollouts of each of so many agents."""
+    """How a learner used the rollouts of each agent; `sources` is the number of agents."""
     found = _by_source(result, lesson)
     return [
         _dropped(result, lesson, source) | (_use_of(found[source]) if source in found else {})

@@ -1,6 +1,6 @@
-"""What a run will do and need, worked out from its config without loading a weight: `--dry-run`.
+"""Estimates what a run will do and need, from its config alone and without loading weights: `--dry-run`.
 
-Seconds are arithmetic and memory traffic at full lengths, over rates that were measured.
+Seconds are operations and memory traffic at full lengths, divided by rates that were measured.
 """
 
 import math
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Device:
-    """How fast a device is, and which share of that a model reaches."""
+    """How fast a device is, and which share of that speed a model reaches."""
 
     name: str
     operations: float
@@ -60,11 +60,11 @@ class Device:
     bytes: float
     """Bytes a second from its memory."""
     sampling: float
-    """Share of the possible speed that decoding a token reaches, limited by arithmetic or by memory."""
+    """Share of the possible speed, limited by arithmetic or by memory, that decoding a token reaches."""
     learning: float
     """Share of the arithmetic's speed that forward and backward passes reach."""
     layer: float = 0.0
-    """Seconds that a layer takes to decode a token, whatever it computes: starting kernels."""
+    """Fixed seconds that a layer takes to decode a token: the time to start kernels."""
     token: float = 0.0
     """Seconds that a token takes in a layer besides the matrix products; most of the time in tiny models."""
 
@@ -86,7 +86,7 @@ class AgentPlan:
     id: str
     parameters: int
     adapters: int
-    """Parameters of the adapters, which are all that is trained where there are any."""
+    """Number of parameters in adapters. If there are any, only these are trained."""
     rollouts_sampled: int
     rollouts_used: int
     updates: int
@@ -97,9 +97,9 @@ class AgentPlan:
     device: str
     """The devices that the seconds are estimated for."""
     sampling: float
-    """Seconds, if all completions are as long as allowed."""
+    """Seconds of sampling in a step, if all completions are as long as allowed."""
     learning: float
-    """Seconds, if all completions are as long as allowed."""
+    """Seconds of learning in a step, if all completions are as long as allowed."""
 
 
 def plan(config: RunConfig) -> list[AgentPlan]:
@@ -113,7 +113,7 @@ def plan(config: RunConfig) -> list[AgentPlan]:
 
 
 def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
-    """The first problem of the run, None where it would have to be downloaded; and remarks for the user.
+    """Return the first problem of the run, or None if it must be downloaded; and remarks for the user.
 
     UserError if the run could not begin with this task.
     """
@@ -127,7 +127,7 @@ def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
 
 
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> AgentPlan:
-    """The plan of one agent; `shares_base`: another agent with adapters has loaded the model already."""
+    """Make the plan of one agent; `shares_base`: another agent with adapters has loaded the model already."""
     parameters, trained = count_parameters(agent)
     shape = Shape.of(agent, parameters)
     device, cores = device_of(config, agent)
@@ -165,14 +165,14 @@ def side_by_side(config: RunConfig) -> int:
 
 
 def is_on_gpu(config: RunConfig, agent: AgentConfig) -> bool:
-    """Whether the agent will be on a GPU; this machine need not have one, for a plan may be for another."""
+    """Whether the agent will be on a GPU. This machine need not have one, because a plan may be for another."""
     if config.execution == "ray" and agent.resources.num_gpus == 0:
         return False
     return agent.device.startswith("cuda") or (agent.device == "auto" and torch.cuda.is_available())
 
 
 def device_of(config: RunConfig, agent: AgentConfig) -> tuple[Device, int]:
-    """The device of one process of an agent, and how many of them it has: one GPU, or some cores."""
+    """Return the device of one process of an agent, and how many it has: one GPU, or several cores."""
     if is_on_gpu(config, agent):
         return (H200 if agent.dtype == "bfloat16" else H200_FLOAT32), 1
     if config.execution == "ray":
@@ -181,13 +181,13 @@ def device_of(config: RunConfig, agent: AgentConfig) -> tuple[Device, int]:
 
 
 def number_bytes(agent: AgentConfig) -> int:
-    """Bytes of a number that the model computes with."""
+    """Size in bytes of the numbers that the model computes with."""
     return 2 if agent.dtype == "bfloat16" else 4
 
 
 def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained: int, shares_base: bool) -> int:
-    """Bytes of the model's weights, of gradients of their type, and of the starting policy, which adapters leave in
-    the model."""
+    """Bytes of the model's weights, of gradients in their dtype, and of the starting policy, which needs no copy where
+    there are adapters."""
     size = number_bytes(agent)
     keeps_reference = bool(config.algorithm.beta) or agent.log_kl
     if agent.fsdp > 1:  # parts of both in float32, and the whole model while it samples
@@ -199,8 +199,8 @@ def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained
 
 
 def optimizer_bytes(config: RunConfig, agent: AgentConfig, trained: int) -> int:
-    """Bytes of float32 gradients, of Adam's two moments, and of float32 weights where the model has others."""
-    splits_gradient = config.algorithm.shares_rollouts and len(config.agents) > 1  # the own part is kept
+    """Bytes of float32 gradients, of Adam's two moments, and of float32 weights if the model's are separate."""
+    splits_gradient = config.algorithm.shares_rollouts and len(config.agents) > 1  # keeps the own part of the gradient
     moments = 2 * (1 if agent.optimizer == "adamw_8bit" else 4)
     return trained * (4 * (1 + splits_gradient + has_master_weights(agent)) + moments) // agent.fsdp
 
@@ -215,7 +215,7 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
     length = agent.max_prompt_length + agent.max_completion_length
     rollouts = config.prompts_per_step * config.rollouts_per_prompt(agent)
     tokens = min(agent.micro_batch_size or rollouts, rollouts) * length
-    if agent.micro_batch_size is None:  # at most so many in one pass, and fewer where memory is short
+    if agent.micro_batch_size is None:  # the most tokens in one pass; fewer if memory is short
         tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(config, agent) else CPU_BATCH_TOKENS, length))
     # Each process of an agent takes its share of a pass and of the prompts.
     tokens = max(tokens // agent.fsdp, length)

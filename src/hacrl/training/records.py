@@ -29,7 +29,7 @@ class Message(TypedDict):
 
 
 class Use(TypedDict, total=False):
-    """What a learner made of a rollout: why it was dropped; or its advantage and, where that is not 0, the figures of
+    """How a learner used a rollout: why it was dropped; or its advantage and, if that is not 0, the figures of
     the first update that used it."""
 
     dropped: str
@@ -133,7 +133,7 @@ class StudyRun(TypedDict, total=False):
 
 
 class StudyResults(TypedDict):
-    """study.json: the fields that are needed again. `collect` in study/results.py makes all of them."""
+    """The fields of study.json that are read again. `collect` in study/results.py writes all fields."""
 
     runs: list[StudyRun]
     name: NotRequired[str | None]
@@ -189,7 +189,7 @@ def rollout_lines(
     lessons: Sequence["Lesson"] = (),
     results: Sequence["LearnResult"] = (),
 ) -> list[Line]:
-    """One line for every rollout; after learning, with what it was to each learner."""
+    """One line for every rollout; after learning, with how each learner used it."""
     learners: dict[tuple[int, int, int], Line] = {}
     for learner, lesson, result in zip(ids, lessons, results, strict=False):
         for row, use in uses(result, lesson).items():
@@ -203,12 +203,12 @@ def rollout_lines(
 
 
 def _key(rollout: Rollout) -> tuple[int, int, int]:
-    """What tells a rollout from all others of its step."""
+    """A key that identifies a rollout within its step."""
     return rollout.source, rollout.prompt_index, rollout.index
 
 
 def uses(result: "LearnResult", lesson: "Lesson") -> dict[int, Use]:
-    """What each rollout, by row, was to one learner: its line in the rollout's `learners`."""
+    """How one learner used each rollout, by row: the learner's entry in the rollout's `learners`."""
     lines: dict[int, Use] = {
         row: {"dropped": result.dropped[row]} if row in result.dropped else {"advantage": advantage}
         for row, advantage in enumerate(lesson.mean_advantages)
@@ -227,7 +227,7 @@ def uses(result: "LearnResult", lesson: "Lesson") -> dict[int, Use]:
 
 
 def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The rows with A other than 0: the others are computed for a trace only, and figures must not depend on that."""
+    """The rows with A other than 0. Others are computed for a trace only, and metrics must not depend on a trace."""
     return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 

@@ -40,7 +40,7 @@ class RunDir:
 
     @staticmethod
     def check_free(path: str | Path) -> None:
-        """UserError unless a new run can be written there: what exists is never touched."""
+        """Raise UserError unless a new run can be written there. Existing files are never touched."""
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise UserError(f"output_dir: {path} is a file. Choose another output_dir.")
@@ -52,7 +52,7 @@ class RunDir:
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunDir":
-        """A new folder with the config of a run."""
+        """Make a folder for a new run, with its config."""
         cls.check_free(config.output_dir)
         run = cls(config.output_dir)
         run.made_folder = not run.path.exists()
@@ -78,7 +78,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDir":
-        """The folder of a run that exists."""
+        """Open the folder of an existing run; UserError if it is not one."""
         run = cls(path)
         if not run.config_file.is_file():
             raise UserError(f"{path} is not a run: it has no config.yaml.")
@@ -86,7 +86,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, otherwise: str = "") -> Iterator[None]:
-        """Hold the folder's lock, which ends with the process at the latest; UserError if another process has it."""
+        """Hold the folder's lock, at most until this process ends; UserError if another process has it."""
         otherwise = otherwise or f"{self.path} is being trained by another process"
         with (self.path / ".lock").open("w") as file:
             for _ in range(4):
@@ -114,7 +114,7 @@ class RunDir:
         return sorted(int(name[1]) for name in names if name)
 
     def config(self) -> RunConfig:
-        """The resolved config, whose output_dir is this folder, wherever it was written."""
+        """The resolved config, with this folder as its output_dir, wherever it was written."""
         data, _ = read_source(self.config_file)
         return RunConfig.from_dict({**data, "output_dir": str(self.path)}, str(self.config_file))
 
@@ -136,7 +136,7 @@ class RunDir:
             os.fsync(file.fileno())
 
     def amend_metrics(self, step: int, more: Line) -> None:
-        """Add to the line of the last step."""
+        """Add metrics to the line of the last step."""
         lines = self.metrics()
         last = lines.pop() if lines and lines[-1]["step"] == step else {"step": step}
         write_lines(self.metrics_file, [*lines, last | more])
@@ -193,7 +193,7 @@ def make_folder(path: Path, setting: str = "output_dir") -> None:
 
 
 def _lock(file: TextIO, kind: int) -> bool:
-    """Take the lock of an open file if it is free; whether that worked."""
+    """Lock an open file if its lock is free; return whether that worked."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -202,7 +202,7 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 
 def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()) -> list[str]:
-    """Names of settings that differ between two configs, except the folder and those that are allowed to."""
+    """Names of settings that differ between two configs, except the folder and those in `allowed`."""
     aside = {"output_dir", *allowed}
 
     def settings(config: BaseModel) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()
 
 
 def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allowed: set[str]) -> None:
-    """UserError if settings differ that must stay when a run or a warm-up is continued."""
+    """Raise UserError if settings differ that must not change when a run or a warm-up is continued."""
     changed = changed_settings(new, old, allowed)
     if changed:
         raise UserError(
@@ -242,7 +242,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> list[Line]:
-    """The JSON objects of any file that has one a line."""
+    """Read the JSON objects of any file that has one per line."""
     return read_lines(path, Kind("a JSON object", {}, LINE_ADVICE))
 
 
@@ -251,7 +251,7 @@ def write_lines(path: Path, lines: Iterable[Line]) -> None:
 
 
 def write_atomically(path: Path, text: str, flush: bool = True) -> None:
-    """Replace a file as a whole; without `flush` it may be gone after a crash of the machine."""
+    """Replace a file as a whole. Without `flush`, a crash of the machine may lose it."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         with naming(path), aside.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:

@@ -6,7 +6,7 @@ from hacrl.config import AgentConfig
 
 
 def learning_rate(agent: AgentConfig, step: int, max_steps: int) -> float:
-    """The learning rate of a training step: linear warm-up, then the schedule down to 0 after the last."""
+    """The learning rate of a training step: linear warm-up, then the schedule, which reaches 0 after the last step."""
     if step <= agent.warmup_steps:
         return agent.learning_rate * step / (agent.warmup_steps + 1)
     if agent.lr_scheduler_type == "constant":

@@ -1,4 +1,4 @@
-"""Other agents' word on a learner's own rollouts: who is asked about what, and what it adds to advantages."""
+"""Lets teachers score a learner's own rollouts, and computes what their scores add to advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from hacrl.rollouts.rollout import Rollout
 
 @dataclass
 class Scores:
-    """What teachers said in one step."""
+    """The scores that teachers gave in one step."""
 
     token_advantages: list[list[np.ndarray]]
-    """By learner and own rollout."""
+    """Values added to the advantage of each token, by learner and own rollout."""
     pairs: list[dict[int, dict[str, float]]]
     """Metrics, by learner and teacher."""
     tokens: list[int]
-    """How many each agent scored for others."""
+    """How many tokens each agent scored for others."""
     seconds: list[float]
-    """How long each agent scored."""
+    """Seconds that each agent scored."""
 
     def metrics(self, learner: int, ids: Sequence[str]) -> dict[str, float]:
         found = {"tokens_scored": self.tokens[learner], "time/score": self.seconds[learner]}
@@ -38,10 +38,10 @@ def scores_of(
     capabilities: Sequence[float | None],
     executor: Executor,
 ) -> tuple[Scores, list[Timed[list[Reading | None]]]]:
-    """Let each learner's teachers score its rollouts, which are given by agent; also what the agents answered."""
+    """Let each learner's teachers score its rollouts, which are given by agent; also return the agents' answers."""
     agents = range(len(rollouts))
     teachers = [algorithm.teachers_of(k, capabilities) for k in agents]
-    # Between vocabularies texts are compared: the learner says where its own tokens end.
+    # Between vocabularies, places in the text are compared, so the learner also says where its own tokens end.
     several = len({rollout.vocabulary for own in rollouts for rollout in own}) > 1
     asked = [[*teachers[k], k] if several and teachers[k] else teachers[k] for k in agents]
     requests = [[rollout for k in agents if j in asked[k] for rollout in rollouts[k]] for j in agents]
@@ -64,7 +64,7 @@ def scores_of(
 
 
 def figures_of(added_M: torch.Tensor) -> dict[str, float]:
-    """What one teacher adds to the advantages of a learner's tokens; NaN where it says nothing."""
+    """Metrics of what one teacher adds to the advantages of a learner's tokens; NaN where it has no score."""
     known_M = added_M[~added_M.isnan()]
     found = {"scored": len(known_M) / len(added_M)}
     return found | ({"token_advantage": float(known_M.mean())} if len(known_M) else {})

@@ -32,7 +32,7 @@ from hacrl.training.scoring import Scores, scores_of
 from hacrl.training.watcher import Watcher
 
 STATE = ("step", "position", "capability", "task", "totals", "times", "accuracy", "seconds", "random", "ahead")
-"""What a checkpoint must say about the trainer."""
+"""Keys of the trainer's state that a checkpoint must have."""
 
 
 class Trainer:
@@ -52,7 +52,7 @@ class Trainer:
     # --- the run -----------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
-        """All steps that are left; the summary of the run."""
+        """Do all steps that are left, and return the summary of the run."""
         config = self.config
         if self.step == 0:
             self._log({"step": 0, **self.heldout.evaluate(0)})
@@ -82,7 +82,7 @@ class Trainer:
         return at_the_end if self.step == self.config.max_steps else every > 0 and self.step % every == 0
 
     def _end_here(self) -> None:
-        """The run was to be longer than it is now: its last step lacks the evaluation."""
+        """Evaluate the last step of a run that has been made shorter: it was not evaluated as the last step."""
         start = time.perf_counter()
         metrics = self.heldout.evaluate(self.step)
         self.accounts.seconds += time.perf_counter() - start
@@ -97,10 +97,10 @@ class Trainer:
     # --- one step ----------------------------------------------------------------------------------
 
     def train_step(self) -> dict[str, Any]:
-        """Algorithm 1 of the paper."""
+        """Do one step, algorithm 1 of the paper, and return its metrics."""
         self.accounts.start_step()
         problems, rollouts, metrics = self.collector.collect(self.step)
-        # Before anything can go wrong with them.
+        # Written before anything can go wrong with them.
         self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts))
 
         self.tracker.update([self._performance(own) for own in rollouts])
@@ -151,7 +151,7 @@ class Trainer:
             raise UserError(f"task.reward: {error}.") from None
 
     def _score(self, rollouts: list[list[Rollout]], capabilities: list[float | None]) -> Scores | None:
-        """What others say of each learner's rollouts, if the algorithm asks for it."""
+        """Let other agents score each learner's rollouts, if the algorithm asks for it."""
         if not self.algorithm.scores_by_others:
             return None
         self.watcher.on_phase("scoring")
@@ -162,7 +162,7 @@ class Trainer:
         return scores
 
     def _learn(self, lessons: list[Lesson]) -> list[Timed[LearnResult]]:
-        """With overlap, every agent samples the next step's rollouts first; they are verified while agents learn."""
+        """Let agents learn. With overlap, they first sample the next step's rollouts, which are verified meanwhile."""
         self.watcher.on_phase("learning")
         start = time.perf_counter()
         if self.config.overlap and self.step < self.config.max_steps:

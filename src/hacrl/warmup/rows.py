@@ -1,4 +1,4 @@
-"""The rows one agent learns from, in its tokens, by position in an endless stream."""
+"""The rows that one agent learns from, in its tokens: an endless stream in which each row has a position."""
 
 from array import array
 from collections import Counter
@@ -50,13 +50,13 @@ class Rows:
         self.digests = [source.digest for source in self.sources]
 
     def check(self) -> None:
-        """UserError if there is nothing to learn from."""
+        """Raise UserError if there is nothing to learn from."""
         known = self.dropped.copy()
         self.take(0, 1)
         self.dropped = known
 
     def take(self, position: int, count: int) -> tuple[list[Row], int]:
-        """The `count` usable rows from `position` on, and the position after them."""
+        """Return the next `count` usable rows from `position` on, and the position after them."""
         rows: list[Row] = []
         in_a_row = 0
         before = self._order.before(position)
@@ -76,7 +76,7 @@ class Rows:
         return rows, position
 
     def encode(self, example: Example) -> Row | str:
-        """The example in the agent's tokens, prompt and completion apart as in a rollout; or why it cannot be used."""
+        """Return an example in the agent's tokens, prompt and completion apart as in a rollout; or why it is unfit."""
         reader, config, positions = self.reader, self.reader.config, self.reader.limits.positions
         prompt = reader.render(example.prompt)
         if len(prompt) > config.max_prompt_length:
@@ -104,10 +104,10 @@ class Rows:
         return Source(lambda position: take(position, 1)[0], heldout[: config.eval_size], dropped, len(rows), digest)
 
     def _from_task(self, task_config: TaskConfig, config: WarmupConfig) -> Source:
-        """Problems of a task with its own completions. Its validation split is held out, its test is never read."""
+        """Problems of a task with its own completions. The validation split is held out, the test split never read."""
         task, _ = build_task(for_validation(task_config, config.eval_size), config.seed)
         with task.verifier:
-            pass  # nothing is verified: end its processes
+            pass  # ends the verifier's processes, because nothing is verified
 
         def encode(problem: Problem) -> Row | str:
             return self.encode(Example(problem.prompt, task.solution(problem)))
@@ -131,7 +131,7 @@ class Rows:
 
 
 def for_validation(task: TaskConfig, eval_size: int) -> TaskConfig:
-    """The task with so many problems of its validation split held out; UserError if it has no completions to learn."""
+    """Hold out `eval_size` problems of the task's validation split; UserError if it has no completions to learn."""
     if task.train is not None or any(part.train is not None for part in task.mixture):
         raise UserError("data.task: a task from data has no completions to learn from: give its file as data.file.")
     if any(source.curriculum is not None for source in (task, *task.mixture)):

@@ -1,4 +1,4 @@
-"""One warm-up from its config to models that a run can start from."""
+"""Runs one warm-up, from its config to models that a run can start from."""
 
 import math
 import shutil
@@ -37,11 +37,11 @@ from hacrl.warmup.start import resolve_tokenizer, starting_model
 
 CONFIG_FILE = "warmup.yaml"
 RESUMABLE_CHANGES = {"eval_every", "save_every", "save_total_limit"}
-"""What may be changed when a warm-up is continued."""
+"""Settings that may change when a warm-up is continued."""
 SHOWN = {"loss": "loss", "eval_loss": "held-out loss", "eval_accuracy": "accuracy"}
-"""Metrics of an agent that a person sees, and what they are called there."""
+"""Metrics of an agent that the terminal shows, and their names there."""
 LINE_EVERY = 10
-"""Steps between lines where there is no terminal; evaluations have a line too."""
+"""Steps between printed lines if there is no terminal. Every evaluation is printed too."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
                 stage.resume()
                 write_atomically(run.path / CONFIG_FILE, config.to_yaml())
             else:
-                write_atomically(run.path / CONFIG_FILE, config.to_yaml())  # killed from here on, it can be continued
+                write_atomically(run.path / CONFIG_FILE, config.to_yaml())  # from here on it can be continued
                 try:
                     stage = Warmup(config, run, display, task)
                 except BaseException:
@@ -106,7 +106,7 @@ def models(config: WarmupConfig, summary: dict[str, Any]) -> dict[str, Path]:
 
 @dataclass
 class Pupil:
-    """One agent with its rows and how far it has come."""
+    """One agent of a warm-up, with its rows and its progress."""
 
     config: WarmupAgentConfig
     opened: AgentModel
@@ -115,7 +115,7 @@ class Pupil:
     source: PolicySource
     rows: Rows
     position: int = 0
-    """How many places of its stream of rows have been passed."""
+    """Position in the agent's stream of rows."""
     totals: Counter[str] = field(default_factory=Counter)
     """Rows, tokens and non-finite updates since the start."""
     losses: dict[int, float] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Pupil:
     """Greedy accuracy on held-out problems by step."""
 
     def finished(self, step: int) -> bool:
-        """Whether it has made its last update: `max_steps` of them, or enough to reach `target_accuracy`."""
+        """Whether the agent has made its last update: after `max_steps`, or once it has reached `target_accuracy`."""
         target = self.config.target_accuracy
         reached = target is not None and any(after and value >= target for after, value in self.accuracy.items())
         return reached or step >= self.config.max_steps
@@ -139,7 +139,7 @@ class Pupil:
 
 
 class Warmup:
-    """Agents learn in turn, each by its own rows, one update a step until its `max_steps`."""
+    """Trains agents in turn, each on its own rows, with one update a step until its `max_steps`."""
 
     def __init__(self, config: WarmupConfig, run: RunDir, display: "Display", task: Task | None = None) -> None:
         self.config, self.run, self.display, self.task = config, run, display, task
@@ -159,7 +159,7 @@ class Warmup:
             self.pupils.append(Pupil(own, opened, updater, SupervisedLearner(updater), opened.source(), rows))
 
     def _tell(self, rows: Rows) -> None:
-        """Say how many rows an agent has to learn from."""
+        """Tell the user how many rows an agent has to learn from."""
         reader = rows.reader
         sizes = " + ".join(f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources)
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.dropped.items())
@@ -205,7 +205,7 @@ class Warmup:
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
     def _evaluate(self, pupil: Pupil) -> dict[str, Any]:
-        """Loss on held-out rows, and greedy accuracy if there is a task."""
+        """Measure the loss on held-out rows, and greedy accuracy if there is a task."""
         start = time.perf_counter()
         metrics: dict[str, Any] = {}
         if pupil.rows.heldout:
@@ -276,7 +276,7 @@ class Warmup:
         restore_global_random_state(state["random"])
 
     def _check_rows(self, pupil: Pupil, digests: list[str]) -> None:
-        """UserError if the rows are not those that the checkpoint was trained on."""
+        """Raise UserError if the rows are not those that the checkpoint was trained on."""
         for data, digest, then in zip(pupil.config.data, pupil.rows.digests, digests, strict=True):
             if digest != then:
                 raise UserError(
@@ -309,7 +309,7 @@ def ends(values: dict[int, float]) -> dict[str, float | None]:
 
 
 def check_free(path: Path) -> None:
-    """UserError unless a new warm-up may be written there: what exists is never touched."""
+    """Raise UserError unless a new warm-up may be written there. Existing files are never touched."""
     if (path / CONFIG_FILE).is_file():
         hint = f"Continue it with `hacrl warmup {path} --resume`, or choose another output_dir."
         raise UserError(f"output_dir: {path} already holds a warm-up. {hint}")
@@ -335,7 +335,7 @@ def saved_config(path: Path) -> WarmupConfig:
 
 
 def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfig:
-    """The config that a command means: a YAML file, or with `resume` also the folder of a warm-up."""
+    """Return the config that a command names: a YAML file or, with `resume`, also the folder of a warm-up."""
     if not Path(source).is_dir():
         return WarmupConfig.load(source, overrides)
     config = saved_config(Path(source))
@@ -349,7 +349,7 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 
 
 class Display:
-    """A bar with the latest losses in a terminal, lines elsewhere."""
+    """Shows progress: a bar with the latest losses in a terminal, lines elsewhere."""
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
         self.config, self.console = config, console
@@ -369,7 +369,7 @@ class Display:
         self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
 
     def show(self, step: int, metrics: dict[str, Any]) -> None:
-        """What one step brought: in the bar, and as a line after an evaluation or where there is no bar."""
+        """Show the metrics of a step: in the bar, and as a line after an evaluation or if there is no bar."""
         parts = []
         for agent in self.config.agents:
             values = ((shown, metrics.get(f"{agent.id}/{name}", math.nan)) for name, shown in SHOWN.items())

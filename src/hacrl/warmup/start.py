@@ -1,4 +1,4 @@
-"""Starting models that have to be made first: cut from a larger one, or with new weights."""
+"""Makes starting models: cut from a larger model, or with new weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from hacrl.seeding import derive_seed
 
 
 def starting_model(agent: WarmupAgentConfig, index: int, seed: int, folder: Path) -> str:
-    """The model that the agent starts from: its own, or one that is made and saved in this folder, once."""
+    """Return the model that the agent starts from: its own, or one that is made once and saved in `folder`."""
     if not agent.starts_from_a_copy:
         assert agent.model is not None
         return agent.model
@@ -50,7 +50,7 @@ def _cut(agent: WarmupAgentConfig) -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def keep_layers(model: Any, keep: list[int], agent_id: str) -> None:
-    """Leave out the other layers. For use, save the model and open it again: layers know their old numbers."""
+    """Remove the other layers. Save and reload the model before use, because layers keep their old numbers."""
     text = model.config.get_text_config()
     count = text.num_hidden_layers
     places = [
@@ -63,7 +63,7 @@ def keep_layers(model: Any, keep: list[int], agent_id: str) -> None:
         raise UserError(f"agents.{agent_id}: the layers of {type(model).__name__} cannot be told from its other parts.")
     ((module, name, layers),) = places
     setattr(module, name, nn.ModuleList(layers[layer] for layer in keep))
-    # Kinds of attention and the like, one entry a layer.
+    # Lists with one entry for each layer, such as kinds of attention.
     lists = {key: value for key, value in text.to_dict().items() if "layer" in key and isinstance(value, list)}
     text.num_hidden_layers = len(keep)
     for key, value in lists.items():
@@ -75,7 +75,7 @@ def keep_layers(model: Any, keep: list[int], agent_id: str) -> None:
 
 
 def resolve_tokenizer(agent: WarmupAgentConfig) -> str:
-    """Where the tokenizer of a model with new weights is; a folder needs nothing else in it."""
+    """Return the folder or hub id of the tokenizer for new weights; the folder needs nothing else in it."""
     if agent.tokenizer is None:
         return resolve_model(str(agent.model), f"agents.{agent.id}.model")
     return resolve_model(agent.tokenizer, f"agents.{agent.id}.tokenizer", ("tokenizer_config.json", "tokenizer.json"))
@@ -94,7 +94,7 @@ def _random(agent: WarmupAgentConfig, index: int, seed: int) -> tuple[Any, PreTr
             )
     except UserError:
         raise
-    except Exception as error:  # of transformers, about a tokenizer of anybody and any options
+    except Exception as error:  # transformers raises all kinds of errors about tokenizers and options
         if isinstance(error, RuntimeError) and lack_of_memory(error):
             raise
         raise UserError(f"{where}: a model with new weights cannot be made: {reason(error)}") from error
@@ -119,7 +119,7 @@ def _architecture(agent: WarmupAgentConfig, tokenizer: PreTrainedTokenizerBase) 
         make = partial(AutoConfig.from_pretrained, source, trust_remote_code=agent.trust_remote_code)
     usual = make()
     known = {*usual.to_dict(), *usual.attribute_map} - {"model_type"}
-    for name in options:  # transformers takes any name, and nobody would ever read it
+    for name in options:  # transformers takes any name, but would ignore it
         if name not in known:
             raise UserError(f"agents.{agent.id}.config: {usual.model_type} has no {name!r}{nearest(name, known)}")
     return make(**{**own_tokens, **options})
