@@ -146,8 +146,7 @@ def demo_bytes(folder: Path) -> dict[str, float]:
     """Of a real step of the demo, as Ray's executor sends it."""
     from hacrl.config import RunConfig
     from hacrl.execution.local import LocalExecutor
-    from hacrl.learners.learner import LearnResult
-    from hacrl.learners.minibatch import Lesson
+    from hacrl.learners.lesson import LearnResult, Lesson
 
     seen: list[tuple[list[Lesson], list[LearnResult]]] = []
 
@@ -351,7 +350,7 @@ class ReadyMade:
         import numpy as np
 
         from hacrl.execution.executor import Timed
-        from hacrl.learners.learner import LearnResult
+        from hacrl.learners.lesson import LearnResult
 
         start = time.process_time()
         names = ("log_ratio", "logp_sum", "num_tokens", "omega", "weight", "objective", "mean_weight", "update")

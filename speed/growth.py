@@ -70,7 +70,7 @@ def step(options: argparse.Namespace, completions: int = 8, length: int = 32, ag
 
     from hacrl.config import RunConfig
     from hacrl.execution.local import LocalExecutor
-    from hacrl.learners.minibatch import Lesson
+    from hacrl.learners.lesson import Lesson
 
     names = AGENTS[:agents]
     config = RunConfig.from_dict(

@@ -19,7 +19,7 @@ from rich.table import Table
 from hacrl.agents.agent import Agent
 from hacrl.config import RunConfig
 from hacrl.execution.memory import keep_freed_memory
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import permutation
 from hacrl.tasks.problem import Problem

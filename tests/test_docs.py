@@ -371,7 +371,7 @@ def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunD
 
 def test_the_reasons_for_dropping_are_documented() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    assert set(re.findall(r'(?:Dropped\(|\{row: )"(\w+)"', source)) == set(first_column("reason", ALGORITHM))
+    assert set(re.findall(r'(?:Dropped\(|dropped\[row\] = )"(\w+)"', source)) == set(first_column("reason", ALGORITHM))
     rows = (PACKAGE / "warmup" / "rows.py").read_text(encoding="utf-8")
     assert set(re.findall(r'return "(\w+)"', rows)) == set(first_column("reason of warm-up", TASKS))
 

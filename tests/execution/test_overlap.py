@@ -15,7 +15,7 @@ from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.run import resumed_config, train
 from hacrl.tasks.arithmetic import ArithmeticTask

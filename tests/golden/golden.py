@@ -3,7 +3,7 @@
     make golden                             record all runs if .golden/ is empty; else repeat and compare them
     make golden RECORD=1                    record anew
     make golden RUNS="demo ray"             only these runs
-    make golden SOURCE=/tmp/old RECORD=1    run the code of another source tree, for example a worktree
+    make golden SOURCE=../old RECORD=1      run the code of another source tree, for example a worktree
 
 Each run is a few steps of tiny models on the CPU, started through the command line. Its metrics, rollouts, traces,
 evaluations, summaries and weights must be equal to the recorded ones, to the bit. Recordings hold for one kind of CPU

@@ -23,7 +23,7 @@ from hacrl.cli.tables import print_plan
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.errors import UserError
 from hacrl.evaluation.heldout import evaluate_target
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import Lesson
 from hacrl.live.browse import show_rollouts
 from hacrl.run import resumed_config, train
 from hacrl.statistics import reward_interval

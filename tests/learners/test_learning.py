@@ -33,8 +33,7 @@ from hacrl.config import AgentConfig
 from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.errors import UserError
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.weights import MasterWeights
 from hacrl.rollouts.retokenize import Dropped
 from hacrl.rollouts.rollout import Rollout

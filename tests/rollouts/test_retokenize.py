@@ -14,7 +14,7 @@ from hacrl.agents.agent import Agent
 from hacrl.agents.loading import resolve_model
 from hacrl.algorithms import HACPO
 from hacrl.config import AgentConfig
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.retokenize import Dropped, Retokenizer, decode, vocabulary_fingerprint
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask, worked_answer

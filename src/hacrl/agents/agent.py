@@ -14,8 +14,9 @@ from hacrl.agents.sharded import ShardedModel
 from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
 from hacrl.learners.imitation import Imitator
-from hacrl.learners.learner import Learner, LearnResult
-from hacrl.learners.minibatch import Lesson, Minibatch, Texts
+from hacrl.learners.learner import Learner
+from hacrl.learners.lesson import LearnResult, Lesson
+from hacrl.learners.minibatch import Minibatch, texts_of
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.supervised import Row
 from hacrl.learners.updating import read_state, write_state
@@ -90,16 +91,10 @@ class Agent:
         rendered = {position: self.reader.render(prompt) for position, prompt in prompts.items()}
         ends = {position: retokenizer.end_of(ids) for position, ids in rendered.items()}
         tokens, _ = self.reader.tokens(rollouts, rendered, self.index)
-        foreign = [row for row in tokens if rollouts[row].source != self.index]
+        foreign = {row: ids for row, ids in tokens.items() if rollouts[row].source != self.index}
         logps: dict[int, Any] = {}
         if foreign:
-            positions = [rollouts[row].prompt_index for row in foreign]
-            texts = Texts(
-                [rendered[position] for position in positions],
-                [tokens[row] for row in foreign],
-                torch.tensor(positions),
-                torch.tensor(foreign),
-            )
+            texts = texts_of(rendered, {row: rollouts[row].prompt_index for row in foreign}, foreign)
             logps = self.learner.score_within_memory(texts, rollouts[0].step)
 
         def reading(row: int, rollout: Rollout) -> Reading | None:
@@ -120,9 +115,10 @@ class Agent:
         prompts = dict(enumerate(self.reader.render(prompt) for prompt in lesson.prompts))
         tokens, dropped = self.reader.tokens(lesson.rollouts, prompts, self.index)
         if self.config.mask_truncated_completions:
-            cut = {row: "truncated" for row, r in enumerate(lesson.rollouts) if r.finish_reason == "length"}
-            tokens = {row: ids for row, ids in tokens.items() if row not in cut}
-            dropped = {row: (dropped | cut)[row] for row in sorted(dropped | cut)}
+            for row, rollout in enumerate(lesson.rollouts):
+                if rollout.finish_reason == "length":
+                    tokens.pop(row, None)
+                    dropped[row] = "truncated"
         result = self.learner.learn(lesson, Minibatch.of(lesson, prompts, tokens, self.index))
         result.dropped = dropped
         if lesson.examples:

@@ -93,8 +93,8 @@ class ShardedAgent:
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of `Agent` that calls all ranks and joins their answers."""
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if not callable(getattr(Agent, name, None)):
+            raise AttributeError(f"an agent has no method {name!r}")
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any) -> Any:

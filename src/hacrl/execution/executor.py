@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hacrl.algorithms import Reading
+from hacrl.config import RunConfig
 from hacrl.errors import UserError
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.reader import Traits
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
@@ -37,8 +37,12 @@ class Timed(Generic[Answer]):
 class Executor(ABC):
     """Runs calls on the agents. Answers are lists with one entry for each agent."""
 
-    peak_memory: list[float | None]
-    """Peak GPU memory so far while each agent worked, in GiB; None on a CPU, whose memory the agents share."""
+    def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
+        """`on_agent(id, busy)` is called when an agent starts (True) or ends (False) its part of a call."""
+        self.config, self.on_agent = config, on_agent or (lambda agent, busy: None)
+        self.ids = [agent.id for agent in config.agents]
+        self.peak_memory: list[float | None] = [None] * len(self.ids)
+        """Peak GPU memory so far while each agent worked, in GiB; None on a CPU, whose memory the agents share."""
 
     @abstractmethod
     def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:

@@ -14,8 +14,7 @@ from hacrl.config import RunConfig
 from hacrl.decoder.parallel import use_threads
 from hacrl.execution.executor import Executor, Timed, files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
@@ -29,8 +28,7 @@ class LocalExecutor(Executor):
     """Runs the trainer's calls on agents in this process."""
 
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
-        """`on_agent(id, busy)` is called when an agent starts (True) or ends (False) its part of a call."""
-        self.on_agent = on_agent or (lambda agent, busy: None)
+        super().__init__(config, on_agent)
         bases: Bases = {}
         self.agents: list[AnyAgent] = []
         for index, agent in enumerate(config.agents):
@@ -38,7 +36,6 @@ class LocalExecutor(Executor):
                 self.agents.append(ShardedAgent(agent, index, config.algorithm, config.seed, config.trace))
             else:
                 self.agents.append(Agent(agent, index, config.algorithm, config.seed, config.trace, bases))
-        self.peak_memory: list[float | None] = [None] * len(self.agents)
         keep_freed_memory()
         on_cpu = all(agent.device.type == "cpu" for agent in self.agents)
         self.workers = min(len(self.agents), THREADS) if on_cpu else 1

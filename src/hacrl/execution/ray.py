@@ -19,8 +19,7 @@ from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, Executor, Timed, files_of
 from hacrl.execution.memory import peak_resident_gib
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
@@ -61,10 +60,7 @@ class RayExecutor(Executor):
     """Runs all agents at once. Rollouts are put into Ray's object store, once for all agents that use them."""
 
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
-        """`on_agent(id, busy)` is called when an agent starts (True) or ends (False) its part of a call."""
-        self.config, self.on_agent = config, on_agent or (lambda agent, busy: None)
-        self.ids = [agent.id for agent in config.agents]
-        self.peak_memory: list[float | None] = [None] * len(self.ids)
+        super().__init__(config, on_agent)
         self.resident = [0.0] * len(self.ids)
         self.workers: list[Worker] = []
         self.samplers: list[Any] = []

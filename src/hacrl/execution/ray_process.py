@@ -21,7 +21,7 @@ from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sums, Tokens

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -14,7 +14,8 @@ from hacrl.algorithms import Algorithm, k3_kl
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
 from hacrl.learners import gap
-from hacrl.learners.minibatch import Lesson, Minibatch, Texts
+from hacrl.learners.lesson import LearnResult, Lesson
+from hacrl.learners.minibatch import Minibatch, Texts, texts_of
 from hacrl.learners.notes import Notes, StepNotes
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.updating import Updater
@@ -22,16 +23,6 @@ from hacrl.learners.weights import Weights
 from hacrl.rollouts.rollout import Rollout
 
 AnyTexts = TypeVar("AnyTexts", bound=Texts)
-
-
-@dataclass
-class LearnResult:
-    """What a learner did in a step: one record for each rollout and update, and metrics."""
-
-    records: dict[str, np.ndarray]
-    metrics: dict[str, float]
-    dropped: dict[int, str] = field(default_factory=dict)
-    """Rollouts that could not be used, by row, and why."""
 
 
 class Learner(Updater):
@@ -67,7 +58,8 @@ class Learner(Updater):
 
     def update(self, lesson: Lesson, rollouts: Minibatch, positions: list[int], step: StepNotes) -> None:
         """Make one optimizer update from the rollouts of these prompts; skip and count it if it is not finite."""
-        if not rollouts.of_prompts(positions):
+        rows = rollouts.rows_of(positions)
+        if not rows:
             return
         loss = partial(self.loss, step=step)
         for attempt in self.attempts(lesson.step):
@@ -78,7 +70,7 @@ class Learner(Updater):
                     notes.note("forward", self.score_old(rollouts, lesson.minibatches, step.stale))
                     if step.stale:
                         gap.note_ahead(rollouts, self.algorithm, self.device, notes)
-                minibatch = self.weighted(rollouts.of_prompts(positions))
+                minibatch = self.weighted(rollouts[rows])
                 own, foreign = self.needed(minibatch)
                 if self.config.sampler_ratio_max is not None:
                     gap.weigh(own, self.config.sampler_ratio_max, notes)
@@ -217,16 +209,10 @@ class Learner(Updater):
         It scores all rollouts if it recomputes log-probabilities; else one of each prompt, to check the sampler's.
         """
         chosen = [rollout for rollout in rollouts if self.config.recomputes_logprobs or rollout.index == 0]
-        positions = [rollout.prompt_index for rollout in chosen]
-        texts = Texts(
-            [prompts[position] for position in positions],
-            [rollout.token_ids for rollout in chosen],
-            torch.tensor(positions),
-            torch.arange(len(chosen)),
-        )
-        with self.policy.driven():
-            scored = self.score(texts)
-        for row, logps in scored.items():
+        tokens = {row: rollout.token_ids for row, rollout in enumerate(chosen)}
+        prompt_of = {row: rollout.prompt_index for row, rollout in enumerate(chosen)}
+        texts = texts_of(dict(enumerate(prompts)), prompt_of, tokens)
+        for row, logps in self.score_within_memory(texts, chosen[0].step).items():
             chosen[row].learner_logps = logps.tolist()
 
     def score_old(self, rollouts: Minibatch, minibatches: list[list[int]], stale: bool) -> int:
@@ -241,8 +227,8 @@ class Learner(Updater):
         if wanted[0] and stale:
             wanted, old = (False, wanted[1]), gap.ahead_of(rollouts)
         tokens = 0
-        for positions in minibatches:
-            parts = zip(wanted, self.needed(rollouts.of_prompts(positions)), strict=True)
+        for positions in minibatches if any(wanted) else []:
+            parts = zip(wanted, self.needed(rollouts[rollouts.rows_of(positions)]), strict=True)
             for part in [part for is_wanted, part in parts if is_wanted]:
                 unknown = part[[n for n, row in enumerate(part.row_N.tolist()) if row not in old]]
                 old |= self.score(unknown)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -10,38 +10,8 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms import Sequences
+from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.rollout import Rollout
-from hacrl.tasks.problem import Prompt
-
-
-@dataclass
-class Lesson:
-    """What one learner gets for one step: N valid rollouts and what they are worth to it."""
-
-    step: int
-    prompts: list[Prompt]
-    rollouts: list[Rollout]
-    advantage_N: Tensor
-    omega_N: Tensor
-    minibatches: list[list[int]]
-    """Prompt positions of each update, one pass after the other; empty if the step reinforces nothing."""
-    learning_rate: float
-    examples: list[Rollout] = field(default_factory=list)
-    """Right answers to keep for imitation."""
-    imitates: bool = False
-    """Whether the step ends with imitation of what was kept."""
-    imitation_rate: float = 0.0
-    """The agent's learning rate during imitation, which takes a multiple of it."""
-    token_advantages: list[np.ndarray] | None = None
-    """Values added to `advantage_N` for each token, by row; None: nothing is added."""
-
-    @property
-    def mean_advantages(self) -> list[float]:
-        """Each rollout's advantage, averaged over its tokens."""
-        advantages: list[float] = self.advantage_N.tolist()
-        if self.token_advantages is None:
-            return advantages
-        return [a + float(added.mean()) for a, added in zip(advantages, self.token_advantages, strict=True)]
 
 
 @dataclass
@@ -92,6 +62,13 @@ class Texts:
         return order, costs
 
 
+def texts_of(prompts: Mapping[int, list[int]], prompt_of: Mapping[int, int], tokens: Mapping[int, list[int]]) -> Texts:
+    """Completions by row, each after its prompt; `prompt_of` gives the prompt's number by row."""
+    numbers = [prompt_of[row] for row in tokens]
+    chosen = [prompts[number] for number in numbers]
+    return Texts(chosen, list(tokens.values()), torch.tensor(numbers), torch.tensor(list(tokens)))
+
+
 @dataclass
 class Minibatch(Texts):
     """N rollouts as one learner sees them, without its current log-probabilities."""
@@ -133,9 +110,9 @@ class Minibatch(Texts):
         rollouts, completions = [lesson.rollouts[row] for row in rows], list(tokens.values())
         own = [rollout.source == learner for rollout in rollouts]
         added = lesson.token_advantages
-        teaches = [
-            lesson.advantage_N[row].item() != 0 or (added is not None and bool(added[row].any())) for row in rows
-        ]
+        teaches_N = lesson.advantage_N[rows] != 0
+        if added is not None:
+            teaches_N = teaches_N | torch.tensor([bool(added[row].any()) for row in rows], dtype=torch.bool)
         ahead = [r.learner_logps if mine else None for r, mine in zip(rollouts, own, strict=True)]
         old = [_spread(rollout, ids) for rollout, ids in zip(rollouts, completions, strict=True)]
         recorded = [rollout.logps if mine else [] for rollout, mine in zip(rollouts, own, strict=True)]
@@ -150,7 +127,7 @@ class Minibatch(Texts):
             advantage_N=lesson.advantage_N[rows].double(),
             omega_N=lesson.omega_N[rows].double(),
             bytes_N=_float64([rollout.num_bytes for rollout in rollouts]),
-            teaches_N=torch.tensor(teaches, dtype=torch.bool),
+            teaches_N=teaches_N,
             old_logp_N=_float64([rollout.logp_sum for rollout in rollouts]),
             old_length_N=_float64([rollout.num_tokens for rollout in rollouts]),
             old_logp_NT=_padded(old, completions),
@@ -161,10 +138,10 @@ class Minibatch(Texts):
             length_factor_N=zeros_N,
         )
 
-    def of_prompts(self, positions: Sequence[int]) -> Self:
-        """The rollouts of these prompts."""
+    def rows_of(self, positions: Sequence[int]) -> list[int]:
+        """Places of the rollouts of these prompts."""
         chosen = set(positions)
-        return self[[n for n, prompt in enumerate(self.prompt_N.tolist()) if prompt in chosen]]
+        return [n for n, prompt in enumerate(self.prompt_N.tolist()) if prompt in chosen]
 
     def where(self, chosen_N: Tensor) -> Self:
         """The rollouts for which `chosen_N` is true."""

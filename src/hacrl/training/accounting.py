@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hacrl.execution.executor import Timed
-from hacrl.learners.learner import LearnResult
+from hacrl.learners.lesson import LearnResult
 from hacrl.rollouts.rollout import Rollout
 from hacrl.training.records import Costs
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hacrl.algorithms import Advantages
 from hacrl.config import AgentConfig, RunConfig
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import NUMBER, SHUFFLE, permutation
 from hacrl.tasks.problem import Problem

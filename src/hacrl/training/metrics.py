@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from hacrl.algorithms import Advantages
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Verdict

@@ -14,8 +14,7 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.training.files import NUMBER, Kind, Line, read_lines, read_object, shape_of
 
 if TYPE_CHECKING:  # commands that only read files need not wait for transformers
-    from hacrl.learners.learner import LearnResult
-    from hacrl.learners.minibatch import Lesson
+    from hacrl.learners.lesson import LearnResult, Lesson
 
 Number = float | None
 """A number; None stands for one that is not finite or not known."""

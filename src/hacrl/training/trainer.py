@@ -13,8 +13,7 @@ import torch
 from hacrl.config import RunConfig
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import Executor, Timed
-from hacrl.learners.learner import LearnResult
-from hacrl.learners.minibatch import Lesson
+from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import global_random_state, restore_global_random_state
 from hacrl.tasks import Task

@@ -1,4 +1,4 @@
-"""The table of bundled models. `warmup.json` in each model's folder says how it was made; zoo.yaml makes it again."""
+"""The bundled models. `warmup.json` in each folder says how the model was made; zoo.yaml makes similar ones."""
 
 import json
 from dataclasses import dataclass
