@@ -7,6 +7,7 @@ python speed/training.py MODEL_DIR --rows 8         # on a CPU, float32
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -30,7 +31,8 @@ def main() -> None:
     from sampling import MATRIX_RATE, load
 
     from hacrl.decoder import Backbone
-    from hacrl.decoder.plain import PlainScorer
+    from hacrl.decoder.plain import completion_logprobs
+    from hacrl.decoder.policy import Score
     from hacrl.decoder.scoring import GraphedScorer, Scorer
     from hacrl.learners.weights import cast_parameters
 
@@ -49,12 +51,12 @@ def main() -> None:
 
     figures: dict[str, dict[str, float]] = {}
     scorer = GraphedScorer(backbone) if on_cuda else Scorer(backbone)
-    for name, score in (("ours", scorer), ("plain", PlainScorer(model, 0))):
+    for name, score in (("ours", scorer), ("plain", partial(completion_logprobs, model, pad_id=0))):
         if on_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-        def step(score: Scorer | PlainScorer = score) -> None:
+        def step(score: Score = score) -> None:
             with backbone.driven() if isinstance(score, Scorer) else torch.enable_grad():
                 score(prompts, completions, 1.0).logp_NT.sum().backward()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hacrl.decoder.capture import cause_of
+from hacrl.decoder.scoring import cause_of
 
 
 def test_the_lack_of_memory_behind_a_failed_capture() -> None:

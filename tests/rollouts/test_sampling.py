@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hacrl.agents.loading import resolve_model
-from hacrl.rollouts.engine import SamplingParams
-from hacrl.rollouts.native import uniform_numbers
-from hacrl.rollouts.sampling import choose_tokens, length_at_stop, restrict
+from hacrl.rollouts.engine import SamplingParams, choose_tokens, length_at_stop, restrict, uniform_numbers
 from tiny_models import byte_tokenizer
 
 LARGEST = 1 - 2.0**-53

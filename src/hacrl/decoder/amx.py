@@ -19,8 +19,7 @@ def avoid_broken_amx() -> None:
     cpu = Path("/proc/cpuinfo")
     if LIMIT in os.environ or not cpu.is_file() or "amx_bf16" not in cpu.read_text():
         return
-    nowhere = subprocess.DEVNULL
-    tried = subprocess.run([sys.executable, "-c", PRODUCT], stdin=nowhere, stdout=nowhere, stderr=nowhere, check=False)
+    tried = subprocess.run([sys.executable, "-c", PRODUCT], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if tried.returncode == -signal.SIGILL:
         os.environ[LIMIT] = WITHOUT_AMX
         warn(f"This CPU reports AMX but cannot run it; bfloat16 does without ({LIMIT}={WITHOUT_AMX}).")

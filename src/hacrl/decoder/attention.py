@@ -30,17 +30,10 @@ class Plan(Protocol):
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    plan: Plan | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    plan: Plan | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     if plan is None:
         raise RuntimeError(f"{type(module).__name__} does not hand its arguments on to the attention function.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -67,11 +60,8 @@ def causal_attention(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, r
     rep = query_BHSD.shape[1] // key_BKSD.shape[1]
     key_BHSD, value_BHSD = key_BKSD.repeat_interleave(rep, dim=1), value_BKSD.repeat_interleave(rep, dim=1)
     scores_BHSS = soft_capped(query_BHSD @ key_BHSD.transpose(2, 3) * rule.scale, rule.softcap)
-    weights_BHSS = (
-        scores_BHSS.masked_fill(~seen_SS, -torch.inf)
-        .to(torch.promote_types(scores_BHSS.dtype, torch.float32))
-        .softmax(-1)
-    )
+    scores_BHSS = scores_BHSS.masked_fill(~seen_SS, -torch.inf)
+    weights_BHSS = scores_BHSS.to(torch.promote_types(scores_BHSS.dtype, torch.float32)).softmax(-1)
     return weights_BHSS.to(value_BHSD.dtype) @ value_BHSD
 
 

@@ -1,7 +1,7 @@
 """An ordinary transformers decoder in two parts: layers that give hidden states, and a projection to logits."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hacrl.decoder.attention import NAME, Plan
-from hacrl.decoder.capture import on
 from hacrl.decoder.head import Head
 from hacrl.decoder.layers import LeanLayers
 from hacrl.decoder.packing import Packed
@@ -51,8 +50,7 @@ class Backbone:
         """How often weights were moved in memory; CUDA graphs captured before a move are invalid."""
         self.checkpointing = False
         """Whether layers keep no activations and compute them again in the backward pass."""
-        problem = self._difference()
-        if problem:
+        if problem := self._difference():
             raise CannotDrive(f"{type(model).__name__}: {problem}")
         if lean:
             self.lean = LeanLayers(model)
@@ -71,14 +69,15 @@ class Backbone:
     def driven(self) -> Iterator[None]:
         """Context in which the model uses our attention and our leaner layers, and the model's GPU is the current one.
 
-        The context is reentrant, and several threads may enter it at a time.
+        It is reentrant, and several threads may enter it at a time. Triton and CUDA graphs use the thread's current
+        GPU, wherever the tensors are.
         """
         with self.lock:
             self.entered += 1
             if self.entered == 1:
                 self._take_over()
         try:
-            with on(self.device):
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 yield
         finally:
             with self.lock:

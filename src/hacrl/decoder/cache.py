@@ -7,27 +7,15 @@ from torch import Tensor, nn
 
 from hacrl.decoder.attention import Rule, causal_attention, soft_capped
 
-
-@dataclass
-class Store:
-    """Keys and values of one layer."""
-
-    key: Tensor
-    value: Tensor
-
-    @classmethod
-    def like(cls, key_BKSD: Tensor, value_BKSD: Tensor, rows: int, length: int) -> "Store":
-        """Allocate zeros, not uninitialised memory: a kernel may multiply masked values by 0, and 0 * NaN is NaN."""
-        K = key_BKSD.shape[1]
-        key, value = (x.new_zeros(rows, K, length, x.shape[3]) for x in (key_BKSD, value_BKSD))
-        return cls(key, value)
+Store = tuple[Tensor, Tensor]
+"""Keys and values of one layer."""
 
 
 class SharedCache:
     """Cache for P prompts of L tokens and for rows with T tokens of their own. It grows if needed and never shrinks."""
 
     def __init__(self) -> None:
-        self.room = (0, 0, 0, 0)
+        self.room: tuple[int, ...] = (0, 0, 0, 0)
         self.prompts: dict[nn.Module, Store] = {}
         self.own: dict[nn.Module, Store] = {}
 
@@ -36,27 +24,26 @@ class SharedCache:
         room = tuple(max(has, needs) for has, needs in zip(self.room, (P, L, rows, T), strict=True))
         if room == self.room:
             return False
-        self.room = (room[0], room[1], room[2], room[3])
+        self.room = room
         self.prompts.clear()
         self.own.clear()
         return True
 
-    def prompt_store(self, module: nn.Module, key_BKSD: Tensor, value_BKSD: Tensor) -> Store:
-        P, L, _, _ = self.room
-        if module not in self.prompts:
-            self.prompts[module] = Store.like(key_BKSD, value_BKSD, P, L)
-        return self.prompts[module]
+    def store(self, own: bool, module: nn.Module, key_BKSD: Tensor, value_BKSD: Tensor) -> Store:
+        """Return the layer's memory for prompts or for own tokens, filled with zeros where it is new.
 
-    def own_store(self, module: nn.Module, key_BKSD: Tensor, value_BKSD: Tensor) -> Store:
-        _, _, rows, T = self.room
-        if module not in self.own:
-            self.own[module] = Store.like(key_BKSD, value_BKSD, rows, T)
-        return self.own[module]
+        A kernel may multiply masked values by 0, and 0 * NaN would be NaN.
+        """
+        stores, (rows, length) = (self.own, self.room[2:]) if own else (self.prompts, self.room[:2])
+        if module not in stores:
+            key, value = (x.new_zeros(rows, x.shape[1], length, x.shape[3]) for x in (key_BKSD, value_BKSD))
+            stores[module] = key, value
+        return stores[module]
 
     def select(self, rows_B: Tensor, used: int) -> None:
         """Keep the own tokens of these rows only, in this order."""
         for store in self.own.values():
-            for part in (store.key, store.value):
+            for part in store:
                 part[: len(rows_B), :, :used] = part[rows_B, :, :used]
 
 
@@ -68,9 +55,9 @@ class Prefill:
 
     def attend(self, module: nn.Module, query_PHLD: Tensor, key_PKLD: Tensor, value_PKLD: Tensor, rule: Rule) -> Tensor:
         P, _, L, _ = key_PKLD.shape
-        store = self.cache.prompt_store(module, key_PKLD, value_PKLD)
-        store.key[:P, :, :L] = key_PKLD
-        store.value[:P, :, :L] = value_PKLD
+        prompt_key, prompt_value = self.cache.store(False, module, key_PKLD, value_PKLD)
+        prompt_key[:P, :, :L] = key_PKLD
+        prompt_value[:P, :, :L] = value_PKLD
         return causal_attention(query_PHLD, key_PKLD, value_PKLD, rule).transpose(1, 2)
 
 
@@ -117,20 +104,18 @@ class Decode:
         B, H, _, D = query_BH1D.shape
         K, P = key_BK1D.shape[1], len(self.length_P)
         rep = H // K
-        prompt, own = self.cache.prompts[module], self.cache.own_store(module, key_BK1D, value_BK1D)
-        own.key[:B, :, self.t] = key_BK1D[:, :, 0]
-        own.value[:B, :, self.t] = value_BK1D[:, :, 0]
+        own = self.cache.store(True, module, key_BK1D, value_BK1D)
+        for part, new in zip(own, (key_BK1D, value_BK1D), strict=True):
+            part[:B, :, self.t] = new[:, :, 0]
         first = 0 if rule.window is None else max(self.t + 1 - rule.window, 0)
-        own_key, own_value = (x.flatten(0, 1)[: B * K, first : self.t + 1] for x in (own.key, own.value))
-        prompt_key, prompt_value = (x[:P, :, : self.L].flatten(0, 1) for x in (prompt.key, prompt.value))
+        own_key, own_value = (x.flatten(0, 1)[: B * K, first : self.t + 1] for x in own)
+        prompt_key, prompt_value = (x[:P, :, : self.L].flatten(0, 1) for x in self.cache.prompts[module])
 
         query_BKrD = (query_BH1D * rule.scale).reshape(B, K, rep, D)
         prompt_scores = self._rows(torch.bmm(self._grid(query_BKrD), prompt_key.transpose(1, 2)), K, rep)
         own_scores = torch.bmm(query_BKrD.flatten(0, 1), own_key.transpose(1, 2)).view(B, K, rep, -1)
-        if rule.softcap is not None:
-            prompt_scores, own_scores = (soft_capped(x, rule.softcap) for x in (prompt_scores, own_scores))
-        unseen = self._unseen(rule)
-        if unseen is not None:
+        prompt_scores, own_scores = (soft_capped(x, rule.softcap) for x in (prompt_scores, own_scores))
+        if (unseen := self._unseen(rule)) is not None:
             prompt_scores = prompt_scores.masked_fill(unseen[:, None, None], -torch.inf)
         weights = torch.cat([prompt_scores, own_scores], dim=3).float().softmax(3).to(value_BK1D.dtype)
         prompt_weights, own_weights = weights[..., : self.L], weights[..., self.L :]
@@ -149,8 +134,7 @@ class Decode:
 
     def _grid(self, x_BKrX: Tensor) -> Tensor:
         """Arrange rows (B, K, r, X) as a grid (P * K, C * r, X)."""
-        P = len(self.length_P)
-        _, K, rep, X = x_BKrX.shape
+        P, (_, K, rep, X) = len(self.length_P), x_BKrX.shape
         if not self.full:
             x_BKrX = x_BKrX.new_zeros(P * self.C, K, rep, X).index_copy_(0, self.cell_B, x_BKrX)
         return x_BKrX.view(P, self.C, K, rep, X).transpose(1, 2).reshape(P * K, self.C * rep, X)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 try:
     from hacrl.decoder import kernels
@@ -25,9 +25,8 @@ class Head:
     softcap: float | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Head":
-        whole: Any = model
-        linear, config = whole.get_output_embeddings(), whole.config
+    def of(cls, model: Any) -> "Head":
+        linear, config = model.get_output_embeddings(), model.config
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(linear.weight, getattr(linear, "bias", None), float(scale), softcap)
@@ -65,29 +64,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_M: Tensor,
-        temperature: float,
-        scale: float,
-        softcap: float | None,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        head = Head(weight_VD, bias_V, scale, softcap)
-        logps, entropies, norms = [], [], []
-        for hidden, target in _chunks(weight_VD.shape[0], hidden_MD, target_M):
-            logp, norm, entropy = _logprobs(head.logits(hidden), target, temperature)
-            logps.append(logp)
-            norms.append(norm)
-            entropies.append(entropy)
-        norm_M, entropy_M = torch.cat(norms), torch.cat(entropies)
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor,
+        temperature: float, scale: float, softcap: float | None, entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        head, chunks = Head(weight_VD, bias_V, scale, softcap), _chunks(weight_VD.shape[0], hidden_MD, target_M)
+        scored = [_logprobs(head.logits(hidden), target, temperature) for hidden, target in chunks]
+        logp_M, norm_M, entropy_M = (torch.cat(parts) for parts in zip(*scored, strict=True))
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, norm_M, entropy_M)
         ctx.options = temperature, scale, softcap, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_M)
-        return torch.cat(logps), entropy_M
+        return logp_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, grad_M: Tensor, grad_entropy_M: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,14 +84,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden_MD = torch.empty_like(hidden_MD)
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_M.dtype) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_M.dtype) if ctx.needs_input_grad[2] else None
-        start = 0
-        tensors = (hidden_MD, target_M, norm_M, grad_M, entropy_M, grad_entropy_M)
-        for hidden, target, norm, grad, entropy, grad_entropy in _chunks(weight_VD.shape[0], *tensors):
+        tensors = (grad_hidden_MD, hidden_MD, target_M, norm_M, grad_M, entropy_M, grad_entropy_M)
+        for grad_hidden, hidden, target, norm, grad, entropy, grad_entropy in _chunks(weight_VD.shape[0], *tensors):
             logits = head.logits(hidden)
-            delta = _logit_gradient(head, logits, target, norm, grad, temperature, hidden.dtype)
+            delta = _logit_gradient(head, logits, target, norm, grad, temperature)
             if entropy_gradient:
                 delta = (delta + _entropy_gradient(head, logits, norm, entropy, grad_entropy, temperature)).to(delta)
-            grad_hidden_MD[start : start + len(hidden)] = delta @ weight_VD
+            grad_hidden[:] = delta @ weight_VD
             if grad_weight_VD is None:
                 pass  # only adapters are trained
             elif hidden.dtype == grad_weight_VD.dtype:
@@ -113,7 +99,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight_VD += wide_product(delta.t(), hidden)
             if grad_bias_V is not None:
                 grad_bias_V += delta.sum(0)
-            start += len(hidden)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_MD, grad_weight, grad_bias, None, None, None, None, None
@@ -132,15 +117,10 @@ def _logprobs(logits_MV: Tensor, target_M: Tensor, temperature: float) -> tuple[
 
 
 def _logit_gradient(
-    head: Head,
-    logits_MV: Tensor,
-    target_M: Tensor,
-    norm_M: Tensor,
-    grad_M: Tensor,
-    temperature: float,
-    dtype: torch.dtype,
+    head: Head, logits_MV: Tensor, target_M: Tensor, norm_M: Tensor, grad_M: Tensor, temperature: float
 ) -> Tensor:
     """Gradient of log p with respect to the projection's output: (1[target] - p) / temperature, times `grad_M`."""
+    dtype = head.weight_VD.dtype
     if logits_MV.is_cuda and logits_MV.dtype == torch.float32 and kernels is not None:
         return kernels.logit_gradient(logits_MV, target_M, norm_M, grad_M, temperature, head.scale, head.softcap, dtype)
     probs_MV = (logits_MV / temperature).sub_(norm_M[:, None]).exp_()

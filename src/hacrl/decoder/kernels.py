@@ -1,15 +1,11 @@
 """Triton kernels for CUDA that replace many small launches of a decoding step or a training step."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 DECODE_BLOCK, DECODE_WARPS = 32, 2  # the fastest of seven pairs tried on an H200, at 256 and at 1,024 rows
-
-# --- one token step of attention ---------------------------------------------------------------------------
 
 
 @triton.jit
@@ -49,16 +45,10 @@ def _decode_attention_kernel(
     offset = tl.arange(0, BLOCK)
     for part in tl.static_range(2):
         n = L if part == 0 else t
-        if part == 0:
-            keys = prompt_key + p * prompt_p + h * prompt_h
-            values = prompt_value + p * prompt_p + h * prompt_h
-            stride = prompt_l
-            distance = L + t
-        else:
-            keys = own_key + s * own_s + h * own_h
-            values = own_value + s * own_s + h * own_h
-            stride = own_t
-            distance = t
+        distance = L + t if part == 0 else t
+        stride = prompt_l if part == 0 else own_t
+        keys = prompt_key + p * prompt_p + h * prompt_h if part == 0 else own_key + s * own_s + h * own_h
+        values = prompt_value + p * prompt_p + h * prompt_h if part == 0 else own_value + s * own_s + h * own_h
         for start in range(0, n, BLOCK):
             i = start + offset
             seen = i < n
@@ -83,19 +73,10 @@ def _decode_attention_kernel(
 
 
 def decode_attention(
-    query_BHD: Tensor,
-    key_BKD: Tensor,
-    value_BKD: Tensor,
-    prompt: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    slot_B: Tensor,
-    prompt_B: Tensor,
-    length_P: Tensor,
-    step: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Tensor:
+    query_BHD: Tensor, key_BKD: Tensor, value_BKD: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor],
+    slot_B: Tensor, prompt_B: Tensor, length_P: Tensor, step: Tensor,
+    scale: float, softcap: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
     """Store the new keys and values at `step`, and attend; `prompt` is (P, K, L, D) each, `own` (slots, K, T, D)."""
     B, H, D = query_BHD.shape
     K = key_BKD.shape[1]
@@ -111,9 +92,6 @@ def decode_attention(
         num_warps=DECODE_WARPS,
     )  # fmt: skip
     return output_BHD
-
-
-# --- choosing the next token -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -161,9 +139,7 @@ def _sample_kernel(
             where = tl.where(better, v, where)
     maximum = tl.max(top, 0)
     norm = maximum + tl.log(tl.sum(total * tl.exp(tl.where(top == -float("inf"), -float("inf"), top - maximum)), 0))
-    highest = tl.max(best, 0)
-    chosen = tl.min(tl.where(best == highest, where, V), 0)
-    chosen = tl.minimum(chosen, V - 1)
+    chosen = tl.minimum(tl.min(tl.where(best == tl.max(best, 0), where, V), 0), V - 1)
     logp = tl.load(logits + row * logits_b + chosen).to(tl.float32) * inverse_temperature - norm
     tl.store(token + b, chosen.to(tl.int64))
     tl.store(position + b, tl.load(position + b) + 1)
@@ -178,22 +154,10 @@ def _sample_kernel(
 
 
 def sample_tokens(
-    logits_RV: Tensor,
-    source_RV: Tensor,
-    row_B: Tensor,
-    slot_B: Tensor,
-    token_B: Tensor,
-    position_B: Tensor,
-    finished_N: Tensor,
-    stream_N: Tensor,
-    step: Tensor,
-    seed: Tensor,
-    tokens_NT: Tensor,
-    logps_NT: Tensor,
-    length_N: Tensor,
-    stop_ids: Tensor,
-    temperature: float,
-) -> None:
+    logits_RV: Tensor, source_RV: Tensor, row_B: Tensor, slot_B: Tensor, token_B: Tensor, position_B: Tensor,
+    finished_N: Tensor, stream_N: Tensor, step: Tensor, seed: Tensor,
+    tokens_NT: Tensor, logps_NT: Tensor, length_N: Tensor, stop_ids: Tensor, temperature: float,
+) -> None:  # fmt: skip
     """Choose each row's next token, record it at `step` in the row's slot, and mark rows that end with it."""
     V = logits_RV.shape[1]
     greedy = temperature == 0
@@ -204,9 +168,6 @@ def sample_tokens(
         GREEDY=greedy, RESTRICTED=source_RV is not logits_RV, BLOCK=min(1024, max(triton.next_power_of_2(V), 16)),
         STOPS=triton.next_power_of_2(len(stop_ids)), num_warps=8,
     )  # fmt: skip
-
-
-# --- rotary position embedding -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -239,9 +200,6 @@ def rotate(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor:
     return output
 
 
-# --- silu(gate) * up ---------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _swiglu_kernel(gate, up, output, gate_s, up_s, F, BLOCK: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
@@ -268,27 +226,22 @@ def _swiglu_backward_kernel(gate, up, grad, grad_gate, grad_up, gate_s, up_s, ou
 
 def swiglu(gate_SF: Tensor, up_SF: Tensor) -> Tensor:
     S, F = gate_SF.shape
-    output = torch.empty(S, F, dtype=gate_SF.dtype, device=gate_SF.device)
+    output = gate_SF.new_empty(S, F)
     BLOCK = min(1024, triton.next_power_of_2(F))
-    _swiglu_kernel[(S, triton.cdiv(F, BLOCK))](
-        gate_SF, up_SF, output, gate_SF.stride(0), up_SF.stride(0), F, BLOCK=BLOCK
-    )
+    grid = (S, triton.cdiv(F, BLOCK))
+    _swiglu_kernel[grid](gate_SF, up_SF, output, gate_SF.stride(0), up_SF.stride(0), F, BLOCK=BLOCK)
     return output
 
 
 def swiglu_backward(gate_SF: Tensor, up_SF: Tensor, grad_SF: Tensor) -> Tensor:
     """Gradients of gate and up, side by side in one tensor (S, 2 F)."""
     S, F = gate_SF.shape
-    both = torch.empty(S, 2 * F, dtype=gate_SF.dtype, device=gate_SF.device)
+    both = gate_SF.new_empty(S, 2 * F)
     BLOCK = min(1024, triton.next_power_of_2(F))
-    arguments: Any = (gate_SF, up_SF, grad_SF.contiguous(), both, both[:, F:])
-    _swiglu_backward_kernel[(S, triton.cdiv(F, BLOCK))](
-        *arguments, gate_SF.stride(0), up_SF.stride(0), 2 * F, F, BLOCK=BLOCK
-    )
+    tensors = (gate_SF, up_SF, grad_SF.contiguous(), both, both[:, F:])
+    grid = (S, triton.cdiv(F, BLOCK))
+    _swiglu_backward_kernel[grid](*tensors, gate_SF.stride(0), up_SF.stride(0), 2 * F, F, BLOCK=BLOCK)
     return both
-
-
-# --- log-probabilities from logits -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -347,15 +300,9 @@ def _logit_gradient_kernel(
 
 
 def logit_gradient(
-    logits_MV: Tensor,
-    target_M: Tensor,
-    norm_M: Tensor,
-    grad_M: Tensor,
-    temperature: float,
-    scale: float,
-    softcap: float | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    logits_MV: Tensor, target_M: Tensor, norm_M: Tensor, grad_M: Tensor,
+    temperature: float, scale: float, softcap: float | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     M, V = logits_MV.shape
     output_MV = torch.empty(M, V, dtype=dtype, device=logits_MV.device)
     BLOCK = min(2048, triton.next_power_of_2(V))

@@ -4,7 +4,7 @@ A replacement computes what the layer's own code does, in fewer passes over memo
 values, one for gate and up, fused norms, rotations and gates. `Backbone` compares the outputs before it relies on them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,6 @@ except ImportError:  # no Triton: not a CUDA machine
     kernels = None  # type: ignore[assignment]
 
 Forward = Callable[..., Any]
-
-
-def has_kernels() -> bool:
-    """Whether Triton is installed, which the CUDA kernels need."""
-    return kernels is not None
 
 
 class LeanLayers:
@@ -54,8 +49,7 @@ class Joined:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers = layers
-        self.sizes = [layer.out_features for layer in layers]
+        self.layers, self.sizes = layers, [layer.out_features for layer in layers]
         self.join()
 
     def join(self) -> None:
@@ -106,11 +100,10 @@ def are_neighbours(parts: list[Tensor]) -> bool:
     return True
 
 
-def joinable(layers: list[Any]) -> bool:
-    return all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1
-
-
-# --- norms -------------------------------------------------------------------------------------------------
+def joinable(module: nn.Module, layers: list[Any], others: Sequence[str]) -> bool:
+    """Whether these layers of the module can run as one, and it has the other attributes too."""
+    linear = all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1
+    return linear and all(hasattr(module, name) for name in others)
 
 
 def lean_norm(module: nn.Module) -> Forward | None:
@@ -134,25 +127,17 @@ def _rms_norm(module: Any, shape: tuple[int, ...], shift: float, eps: float, x: 
     return F.rms_norm(x, shape, module.weight + shift if shift else module.weight, eps)
 
 
-# --- attention ---------------------------------------------------------------------------------------------
-
-
 def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
     """Faster forward of attention with separate q, k and v projections and whole heads rotated by halves, or None."""
     attention: Any = module
-    if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")):
-        return None
-    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    if not joinable(layers):
-        return None
-    D = attention.head_dim
+    layers: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    if (q_norm is None) != (k_norm is None):
+    if not joinable(attention, layers, ("o_proj", "head_dim", "scaling")) or (q_norm is None) != (k_norm is None):
         return None
     if not hasattr(attention, "sliding_window") and getattr(attention.config, "sliding_window", None):
         return None  # only the module's own code knows which layers have the window
-    project = Joined(layers)
-    joined.append(project)
+    joined.append(project := Joined(layers))
+    D = attention.head_dim
     H, K = (layer.out_features // D for layer in layers[:2])
     window, softcap = getattr(attention, "sliding_window", None), getattr(attention, "attn_logit_softcapping", None)
     rule = Rule(attention.scaling, window, softcap)
@@ -166,24 +151,19 @@ def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
         cos, sin = (x.expand(B, S, D).reshape(B * S, D) for x in position_embeddings)
         if q_norm is None or k_norm is None:  # queries and keys are adjacent, so one call rotates both
             turned, value = project(hidden_states).split([H * D + K * D, K * D], dim=2)
-            turned = rotate(turned.view(B * S, H + K, D), cos, sin).view(B, S, H + K, D)
+            turned = _Rotate.apply(turned.view(B * S, H + K, D), cos, sin).view(B, S, H + K, D)
             query, key = turned.split([H, K], dim=2)
         else:
             query, key, value = project(hidden_states).split(project.sizes, dim=2)
             over_heads = q_norm.weight.numel() == D
             query = q_norm(query.unflatten(2, (-1, D)) if over_heads else query)
             key = k_norm(key.unflatten(2, (-1, D)) if over_heads else key)
-            query, key = (rotate(x.reshape(B * S, -1, D), cos, sin).view(B, S, -1, D) for x in (query, key))
+            query, key = (_Rotate.apply(x.reshape(B * S, -1, D), cos, sin).view(B, S, -1, D) for x in (query, key))
         heads = (x.transpose(1, 2) for x in (query, key, value.unflatten(2, (-1, D))))
         output = plan.attend(module, *heads, rule)
         return attention.o_proj(output.reshape(B, S, -1)), None
 
     return forward
-
-
-def rotate(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-    rotated: Tensor = _Rotate.apply(x_SHD, cos_SD, sin_SD)
-    return rotated
 
 
 class _Rotate(torch.autograd.Function):
@@ -212,20 +192,15 @@ def _rotated(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor
     return output
 
 
-# --- gated MLP ---------------------------------------------------------------------------------------------
-
-
 def lean_mlp(module: nn.Module, joined: list[Joined]) -> Forward | None:
     """Faster forward of a gated MLP, down(silu(gate(x)) * up(x)), or None."""
     mlp: Any = module
-    if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+    layers: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
+    if not joinable(mlp, layers, ("down_proj", "act_fn")):
         return None
-    layers = [mlp.gate_proj, mlp.up_proj]
-    is_silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
-    if not joinable(layers) or not is_silu:
+    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
         return None
-    project = Joined(layers)
-    joined.append(project)
+    joined.append(project := Joined(layers))
 
     def forward(x: Tensor) -> Tensor:
         both = project(x)

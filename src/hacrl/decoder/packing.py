@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from hacrl.decoder.attention import Rule, causal_attention
 
+Texts = Sequence[Sequence[int]]
+"""Token ids of several prompts or completions."""
+
 
 @dataclass
 class Packed:
@@ -41,29 +44,22 @@ class Packed:
     """Whether a layer has asked for a sliding window."""
 
     @classmethod
-    def build(
-        cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], device: torch.device
-    ) -> "Packed":
+    def build(cls, prompts: Texts, completions: Texts, device: torch.device) -> "Packed":
         first_of: dict[tuple[int, ...], int] = {}
-        distinct: list[Sequence[int]] = []
         size = 0
-        first_N = np.empty(len(prompts), dtype=np.int64)
-        for n, prompt in enumerate(prompts):
-            key = tuple(prompt)
-            if key not in first_of:
-                first_of[key] = size
-                distinct.append(prompt)
+        for prompt in map(tuple, prompts):
+            if prompt not in first_of:
+                first_of[prompt] = size
                 size += len(prompt)
-            first_N[n] = first_of[key]
-        prompt_N = np.array([len(prompt) for prompt in prompts])
-        length_N = np.array([len(completion) for completion in completions])
+        first_N = np.array([first_of[tuple(prompt)] for prompt in prompts])
+        prompt_N, length_N = (np.array([len(text) for text in texts]) for texts in (prompts, completions))
         own_N = length_N - 1
         start_N = size + own_N.cumsum() - own_N
         N, T, R = len(prompts), int(length_N.max()), int((prompt_N + own_N).max())
         tokens = np.fromiter(itertools.chain.from_iterable(completions), np.int64, int(length_N.sum()))
         is_last = np.zeros(len(tokens), dtype=bool)
         is_last[length_N.cumsum() - 1] = True
-        ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in distinct), tokens[~is_last]])
+        ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in first_of), tokens[~is_last]])
 
         # The sequence of completion n: indices of its prompt, then its own.
         column_R = np.arange(R)
@@ -93,26 +89,18 @@ class Packed:
         The added tokens, rows and predictions are never read and have no gradient.
         """
 
-        def fill(x: Tensor, size: int, value: int) -> Tensor:
+        def fill(x: Tensor, size: int, value: int = 0) -> Tensor:
             return torch.cat([x, x.new_full((size - len(x),), value)])
 
+        height, width = self.rows_NR.shape
         rows_NR = self.rows_NR.new_zeros(N, R)
-        rows_NR[: len(self.rows_NR), : self.rows_NR.shape[1]] = self.rows_NR
-        width = self.rows_NR.shape[1]
-        back_S = self.back_S // width * R + self.back_S % width
-        again_A = self.again_A // width * R + self.again_A % width
+        rows_NR[:height, :width] = self.rows_NR
+        back_S, again_A = (index // width * R + index % width for index in (self.back_S, self.again_A))
+        free = R - 1  # the place at the end of the first row, whose gradient is 0
         return Packed(
-            self.shape,
-            fill(self.ids_S, S, 0),
-            fill(self.position_S, S, 0),
-            fill(self.from_M, M, 0),
-            fill(self.target_M, M, 0),
-            self.at_M,
-            rows_NR,
-            fill(back_S, S, R - 1),  # the free place at the end of the first row, whose gradient is 0
-            fill(again_A, A, R - 1),
-            fill(self.again_from_A, A, 0),
-        )
+            self.shape, fill(self.ids_S, S), fill(self.position_S, S), fill(self.from_M, M), fill(self.target_M, M),
+            self.at_M, rows_NR, fill(back_S, S, free), fill(again_A, A, free), fill(self.again_from_A, A),
+        )  # fmt: skip
 
     def attend(self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
         """Attention in which every completion has a row of its own that begins with its prompt.
@@ -122,15 +110,12 @@ class Packed:
         self.windowed |= rule.window is not None
         query, key, value = (self._rows(x) for x in (query_BHSD, key_BKSD, value_BKSD))
         output_NHRD = causal_attention(query, key, value, rule)
-        flat = output_NHRD.transpose(1, 2).flatten(0, 1)
-        return flat.index_select(0, self.back_S)[None]
+        return output_NHRD.transpose(1, 2).flatten(0, 1).index_select(0, self.back_S)[None]
 
     def _rows(self, x_BHSD: Tensor) -> Tensor:
-        N, R = self.rows_NR.shape
         x_SHD = x_BHSD[0].transpose(0, 1)
         spread: Tensor = _Spread.apply(x_SHD, self.rows_NR.flatten(), self.back_S, self.again_A, self.again_from_A)
-        rows_NRHD: Tensor = spread.unflatten(0, (N, R))
-        return rows_NRHD.transpose(1, 2)
+        return spread.view(*self.rows_NR.shape, *spread.shape[1:]).transpose(1, 2)
 
     def table(self, values_M: Tensor) -> Tensor:
         """Arrange values of the completion tokens as an (N, T) table, 0 where there is no token."""

@@ -3,45 +3,42 @@
 `hacrl.decoder.scoring` is tested against this module, which also runs where the fast one cannot: see `fast`.
 """
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hacrl.decoder.padding import pad_left
+from hacrl.decoder.packing import Texts
 from hacrl.decoder.scoring import TokenLogprobs
 
 
+def pad(texts: Texts, pad_id: int, device: torch.device, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, padded on the left so that all texts end together, or on the right."""
+    length = max(map(len, texts))
+    ids, mask = torch.full((len(texts), length), pad_id), torch.zeros(len(texts), length, dtype=torch.long)
+    for row, text in enumerate(texts):
+        place = slice(length - len(text), length) if left else slice(len(text))
+        ids[row, place], mask[row, place] = torch.tensor(text, dtype=torch.long), 1
+    return ids.to(device), mask.to(device)
+
+
 def completion_logprobs(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    temperature: float,
-    pad_id: int,
-    entropy_gradient: bool = False,
-) -> TokenLogprobs:
+    model: nn.Module, prompts: Texts, completions: Texts,
+    temperature: float, pad_id: int, entropy_gradient: bool = False,
+) -> TokenLogprobs:  # fmt: skip
     """log p(token | prompt, tokens before it) at the given temperature, for N completions.
 
     Prompts are padded on the left and completions on the right, so that all completions begin at the
     same column and only their positions go through the vocabulary projection.
     """
     device = next(model.parameters()).device
-    T = max(len(completion) for completion in completions)
-    ids_NL, prompt_mask_NL = pad_left(prompts, max(len(p) for p in prompts), pad_id, device)
-    ids_NT = torch.full((len(completions), T), pad_id, dtype=torch.long)
-    mask_NT = torch.zeros(len(completions), T, dtype=torch.bool)
-    for row, completion in enumerate(completions):
-        ids_NT[row, : len(completion)] = torch.tensor(completion, dtype=torch.long)
-        mask_NT[row, : len(completion)] = True
-    ids_NT, mask_NT = ids_NT.to(device), mask_NT.to(device)
-
-    attention_NS = torch.cat([prompt_mask_NL, mask_NT.long()], dim=1)
+    ids_NL, prompt_mask_NL = pad(prompts, pad_id, device, left=True)
+    ids_NT, mask_NT = pad(completions, pad_id, device, left=False)
+    attention_NS, mask_NT = torch.cat([prompt_mask_NL, mask_NT], dim=1), mask_NT.bool()
     logits_NTV = model(
         input_ids=torch.cat([ids_NL, ids_NT], dim=1),
         attention_mask=attention_NS,
         position_ids=(attention_NS.cumsum(1) - 1).clamp(min=0),
         use_cache=False,
-        logits_to_keep=T + 1,
+        logits_to_keep=ids_NT.shape[1] + 1,
     ).logits[:, :-1]
     logits_NTV = logits_NTV.to(torch.promote_types(logits_NTV.dtype, torch.float32))
     logp_NTV = (logits_NTV / temperature).log_softmax(-1)
@@ -49,13 +46,3 @@ def completion_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_NT = -(logp_NTV.exp() * logp_NTV).sum(-1)
     return TokenLogprobs(torch.where(mask_NT, logp_NT, 0.0), mask_NT, entropy_NT * mask_NT)
-
-
-class PlainScorer:
-    def __init__(self, model: nn.Module, pad_id: int, entropy_gradient: bool = False) -> None:
-        self.model, self.pad_id, self.entropy_gradient = model, pad_id, entropy_gradient
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
-    ) -> TokenLogprobs:
-        return completion_logprobs(self.model, prompts, completions, temperature, self.pad_id, self.entropy_gradient)

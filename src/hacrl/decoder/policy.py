@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from hacrl.config import AgentConfig
 from hacrl.decoder import Backbone, CannotDrive
 from hacrl.decoder.backbone import checkpointed_layers
+from hacrl.decoder.packing import Texts
 from hacrl.decoder.parallel import works_side_by_side
-from hacrl.decoder.plain import PlainScorer
+from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
 from hacrl.errors import TrainingDiverged, UserError, warn
 
-Score = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], float], TokenLogprobs]
+Score = Callable[[Texts, Texts, float], TokenLogprobs]
 """A function from prompts, completions and a temperature to log-probabilities."""
 
 CPU_BATCH_TOKENS = 2048
@@ -59,13 +61,9 @@ class Policy:
     """A model that can be sampled from and can score texts."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: AgentConfig,
-        stop_ids: Sequence[int],
-        lean: bool = True,
-        entropy_gradient: bool = False,
-    ) -> None:
+        self, model: nn.Module, config: AgentConfig, stop_ids: Sequence[int],
+        lean: bool = True, entropy_gradient: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.config, self.stop_ids = model, config, stop_ids
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.backbone: Backbone | None = None
@@ -75,11 +73,11 @@ class Policy:
             except CannotDrive as reason:
                 warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
         self.side_by_side = self.backbone is not None and works_side_by_side(model)
-        self.scorer: Score = PlainScorer(model, stop_ids[0], entropy_gradient)
+        self.scorer: Score = partial(completion_logprobs, model, pad_id=stop_ids[0], entropy_gradient=entropy_gradient)
         if self.backbone is not None:
             self.backbone.checkpointing = bool(config.gradient_checkpointing)
-            on_cuda = self.backbone.device.type == "cuda"
-            self.scorer = (GraphedScorer if on_cuda else Scorer)(self.backbone, entropy_gradient)
+            scorer = GraphedScorer if self.backbone.device.type == "cuda" else Scorer
+            self.scorer = scorer(self.backbone, entropy_gradient)
         elif config.gradient_checkpointing:
             layers = checkpointed_layers(model)
             if not layers:
@@ -90,9 +88,7 @@ class Policy:
     def driven(self) -> AbstractContextManager[None]:
         return nullcontext() if self.backbone is None else self.backbone.driven()
 
-    def score(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
-    ) -> TokenLogprobs:
+    def score(self, prompts: Texts, completions: Texts, temperature: float) -> TokenLogprobs:
         with self.driven():
             return self.scorer(prompts, completions, temperature)
 
@@ -100,8 +96,6 @@ class Policy:
     def workers(self) -> int:
         """Number of batches to work on at the same time."""
         return torch.get_num_threads() if self.side_by_side else 1
-
-    # --- memory ------------------------------------------------------------------------------------
 
     def choose_batch_tokens(self) -> int:
         """Choose the tokens of one pass from the memory free now; switches on checkpointing if it is needed."""
@@ -123,14 +117,10 @@ class Policy:
     def bytes_per_token(self) -> int:
         """Bytes of activations that one token keeps until the backward pass; a conservative estimate."""
         text = self.model.config.get_text_config()  # type: ignore[operator,union-attr]
-        width = int(text.hidden_size)
-        inner = int(getattr(text, "intermediate_size", None) or 4 * width)
-        size = 2 if self.dtype == torch.bfloat16 else 4
-        layer = 16 * width + 6 * inner
-        layers = int(text.num_hidden_layers)
-        if self.backbone is not None and self.backbone.checkpointing:
-            return size * (layers * width + layer)
-        return size * layers * layer
+        width, layers = int(text.hidden_size), int(text.num_hidden_layers)
+        layer = 16 * width + 6 * int(getattr(text, "intermediate_size", None) or 4 * width)
+        checkpointing = self.backbone is not None and self.backbone.checkpointing
+        return self.dtype.itemsize * (layers * width + layer if checkpointing else layers * layer)
 
     def free_memory(self) -> None:
         """Release captured graphs and cached GPU memory, after memory ran out."""

@@ -1,18 +1,20 @@
 """Fast log-probabilities of given completions under a model: the learner's side of every ratio."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hacrl.decoder.backbone import Backbone
-from hacrl.decoder.capture import capturing
-from hacrl.decoder.packing import Packed
+from hacrl.decoder.packing import Packed, Texts
 
 MAX_GRAPHS = 32
+STARVED = 512 << 20
+"""With fewer free bytes than this, a CUDA library can fail without saying that memory is the reason."""
 
 
 @dataclass
@@ -29,9 +31,7 @@ class Scorer:
     def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
         self.backbone, self.entropy_gradient = backbone, entropy_gradient
 
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
-    ) -> TokenLogprobs:
+    def __call__(self, prompts: Texts, completions: Texts, temperature: float) -> TokenLogprobs:
         """log p(token | prompt, tokens before it) at the given temperature, for N completions."""
         packed = Packed.build(prompts, completions, self.backbone.device)
         logp_M, entropy_M = self._score(packed, temperature)
@@ -41,6 +41,37 @@ class Scorer:
         hidden_1SD = self.backbone.hidden(packed.ids_S[None], packed.position_S[None], packed)
         hidden_MD = hidden_1SD[0].index_select(0, packed.from_M)
         return self.backbone.head.logprobs(hidden_MD, packed.target_M, temperature, self.entropy_gradient)
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for captures on this GPU; torch's default is one stream for all, on the first GPU used."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """Capture what runs inside as the graph; raises torch.OutOfMemoryError if memory runs out."""
+    try:
+        with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
+            yield
+    except RuntimeError as error:
+        raise cause_of(error, device) from None
+
+
+def cause_of(error: RuntimeError, device: torch.device) -> BaseException:
+    """The error behind a failed capture, which hides it; other processes may have taken the memory meanwhile."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, torch.OutOfMemoryError):
+            return chain
+        chain = chain.__context__
+    with suppress(RuntimeError):  # if CUDA no longer works, report the original error
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0]
+        if free < STARVED:
+            return torch.OutOfMemoryError(f"a CUDA graph could not be captured, {free >> 20} MiB are free: {error}")
+    return error
 
 
 @dataclass
@@ -98,14 +129,12 @@ class GraphedScorer(Scorer):
             if len(self.captured) >= MAX_GRAPHS:
                 self.forget()
             self.captured[key] = self._captured(packed, temperature)
-        captured = self.captured[key]
-        captured.load(packed)
-        logp_M, entropy_M = _Replay.apply(self.anchor, captured)
+        self.captured[key].load(packed)
+        logp_M, entropy_M = _Replay.apply(self.anchor, self.captured[key])
         return logp_M, entropy_M
 
     def _captured(self, packed: Packed, temperature: float) -> Captured:
-        forward, backward = torch.cuda.CUDAGraph(), None
-        device = self.backbone.device
+        forward, backward, device = torch.cuda.CUDAGraph(), None, self.backbone.device
         with fresh_leaves(self.backbone.model) as leaves:
             with capturing(forward, self.pool, device):
                 logp_M, entropy_M = Scorer._score(self, packed, temperature)

@@ -5,45 +5,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from hacrl.decoder.padding import pad_left
-from hacrl.rollouts.engine import SamplingParams
-from hacrl.rollouts.native import require_finite, uniform_numbers
-from hacrl.rollouts.rollout import Completion, FinishReason
-from hacrl.rollouts.sampling import choose_tokens, length_at_stop
+from hacrl.decoder.packing import Texts
+from hacrl.decoder.plain import pad
+from hacrl.rollouts.engine import SamplingParams, choose_tokens, cut_off, require_finite, uniform_numbers
+from hacrl.rollouts.rollout import Completion
 
 
 class GenerateEngine:
-    def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], batch_size: int
-    ) -> None:
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
-        self.stop_ids = list(stop_ids)
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
+        self.model, self.tokenizer, self.stop_ids, self.batch_size = model, tokenizer, list(stop_ids), batch_size
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         G = params.num_generations
         rows = list(range(len(prompts) * G))
         completions: list[Completion] = []
         for start in range(0, len(rows), self.batch_size):
-            batch = rows[start : start + self.batch_size]
-            completions += self._generate([prompts[row // G] for row in batch], batch, params, seed)
+            completions += self._generate(prompts, rows[start : start + self.batch_size], params, seed)
         return [completions[i * G : (i + 1) * G] for i in range(len(prompts))]
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], rows: list[int], params: SamplingParams, seed: int
-    ) -> list[Completion]:
+    def _generate(self, prompts: Texts, rows: list[int], params: SamplingParams, seed: int) -> list[Completion]:
         model: Any = self.model
-        device = next(model.parameters()).device
-        ids_BL, mask_BL = pad_left(prompts, max(map(len, prompts)), self.stop_ids[0], device)
-        chooser = Chooser(uniform_numbers(rows, params.max_completion_length, seed).to(device), params)
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=params.max_completion_length,
-            eos_token_id=self.stop_ids,
-            pad_token_id=self.stop_ids[0],
-        )
+        T, device, pad_id = params.max_completion_length, next(model.parameters()).device, self.stop_ids[0]
+        ids_BL, mask_BL = pad([prompts[row // params.num_generations] for row in rows], pad_id, device, left=True)
+        chooser = Chooser(uniform_numbers(rows, T, seed).to(device), params)
+        config = GenerationConfig(do_sample=False, max_new_tokens=T, eos_token_id=self.stop_ids, pad_token_id=pad_id)
         # Replaces the model's own generation config, whose penalties and other options would change the distribution.
         published, model.generation_config = model.generation_config, config
         try:
@@ -52,18 +41,8 @@ class GenerateEngine:
             )
         finally:
             model.generation_config = published
-        logps_BT = torch.stack(chooser.logps, dim=1).tolist()
-        completions = []
-        for tokens, logps in zip(generated_BS[:, ids_BL.shape[1] :].tolist(), logps_BT, strict=True):
-            ends = [t for t, token in enumerate(tokens) if token in self.stop_ids]
-            length = ends[0] + 1 if ends else len(tokens)
-            stop = length_at_stop(self.tokenizer, tokens[:length], 0, params.stop) if params.stop else None
-            if stop is not None and not (ends and stop == length):
-                completions.append(Completion(tokens[:stop], logps[:stop], "stop", False))
-            else:
-                reason: FinishReason = "stop" if ends else "length"
-                completions.append(Completion(tokens[:length], logps[:length], reason, bool(ends)))
-        return completions
+        sampled = zip(generated_BS[:, ids_BL.shape[1] :].tolist(), torch.stack(chooser.logps, 1).tolist(), strict=True)
+        return [cut_off(self.tokenizer, tokens, logps, self.stop_ids, params.stop) for tokens, logps in sampled]
 
 
 class Chooser(LogitsProcessor):  # type: ignore[misc]

@@ -5,20 +5,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone, kernels
 from hacrl.decoder.attention import Rule
 from hacrl.decoder.cache import Prefill, SharedCache
-from hacrl.decoder.capture import capturing
-from hacrl.decoder.scoring import bucket
-from hacrl.rollouts.engine import SamplingParams
-from hacrl.rollouts.native import Batch, NativeEngine, Sampled, require_finite
-from hacrl.rollouts.sampling import length_at_stop, restrict
+from hacrl.decoder.scoring import bucket, capturing
+from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
+from hacrl.rollouts.native import Batch, NativeEngine, Sampled
 
 LOOK_EVERY = 16
 """How many tokens are decoded between two checks for finished rows. Each check waits for the GPU."""
-
 
 Key = tuple[object, ...]
 
@@ -34,10 +31,9 @@ class GraphDecode:
     step: Tensor
 
     def attend(self, module: nn.Module, query_BH1D: Tensor, key_BK1D: Tensor, value_BK1D: Tensor, rule: Rule) -> Tensor:
-        prompt, own = self.cache.prompts[module], self.cache.own_store(module, key_BK1D, value_BK1D)
+        prompt, own = self.cache.prompts[module], self.cache.store(True, module, key_BK1D, value_BK1D)
         output_BHD = kernels.decode_attention(
-            query_BH1D[:, :, 0], key_BK1D[:, :, 0], value_BK1D[:, :, 0],
-            (prompt.key, prompt.value), (own.key, own.value),
+            query_BH1D[:, :, 0], key_BK1D[:, :, 0], value_BK1D[:, :, 0], prompt, own,
             self.slot_B, self.prompt_B, self.length_P, self.step, rule.scale, rule.softcap, rule.window,
         )  # fmt: skip
         return output_BHD[:, None]
@@ -73,21 +69,15 @@ class Board:
 
     def place(self, slots: Tensor, prompts: Tensor, tokens: Tensor, positions: Tensor, B: int) -> None:
         """Write these rows first, and fillers after them up to row B."""
+        columns, rows = (self.slot_B, self.prompt_B, self.token_B, self.position_B), (slots, prompts, tokens, positions)
         spare = len(self.length_N) - 1
-        for column, values, fill in (
-            (self.slot_B, slots, spare),
-            (self.prompt_B, prompts, 0),
-            (self.token_B, tokens, 0),
-            (self.position_B, positions, 0),
-        ):
+        for column, values, fill in zip(columns, rows, (spare, 0, 0, 0), strict=True):
             column[: len(values)] = values
             column[len(values) : B] = fill
 
 
 class GraphedEngine(NativeEngine):
-    def __init__(
-        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], batch_size: int
-    ) -> None:
+    def __init__(self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
         super().__init__(backbone, tokenizer, stop_ids, batch_size)
         self.board: Board | None = None
         self.moved = backbone.moved
@@ -104,14 +94,14 @@ class GraphedEngine(NativeEngine):
         board.length_P[:P] = torch.tensor([len(prompt) for prompt in batch.prompts]).to(device)
         board.row_N[:N] = torch.tensor(batch.row_N).to(device)
         board.seed.fill_(seed * 0x9E3779B97F4A7C15 % 2**62)
-        logits_PV = self._prefill(room_P, room_L)
+        logits_PV = self._prefill(board, room_P, room_L)
         require_finite(logits_PV[:P])
-        graph = self._step_graph(B, params)
+        graph = self._step_graph(board, B, params)
 
         slot_N, prompt_N = torch.arange(N, device=device), batch.prompt_N.to(device)
         board.place(slot_N, prompt_N, torch.zeros_like(slot_N), board.length_P[prompt_N] - 1, B)
         board.step.zero_()
-        self._choose(logits_PV, board.prompt_B, B, params)
+        self._choose(board, logits_PV, board.prompt_B, B, params)
         stopped: set[int] = set()
         for t in range(1, T):
             graph.replay()
@@ -126,7 +116,7 @@ class GraphedEngine(NativeEngine):
                 B = bucket(len(running))
                 slots, prompts = board.slot_B[running], board.prompt_B[running]
                 board.place(slots, prompts, board.token_B[running], board.position_B[running], B)
-                graph = self._step_graph(B, params)
+                graph = self._step_graph(board, B, params)
         if params.stop:
             self._stop(board, T, params.stop, stopped, N)
         return Sampled(board.tokens_NT[:N].cpu(), board.logps_NT[:N].cpu(), board.length_N[:N].cpu(), stopped)
@@ -142,10 +132,8 @@ class GraphedEngine(NativeEngine):
         self.board.reset()
         return self.board
 
-    def _prefill(self, P: int, L: int) -> Tensor:
+    def _prefill(self, board: Board, P: int, L: int) -> Tensor:
         """Return the logits after each prompt. A shape is captured as a graph when it occurs for the second time."""
-        board = self.board
-        assert board is not None
 
         def read() -> Tensor:
             position_PL = torch.arange(L, device=board.ids_PL.device).expand(P, L)
@@ -164,27 +152,23 @@ class GraphedEngine(NativeEngine):
         assert logits_PV is not None
         return logits_PV
 
-    def _step_graph(self, B: int, params: SamplingParams) -> torch.cuda.CUDAGraph:
+    def _step_graph(self, board: Board, B: int, params: SamplingParams) -> torch.cuda.CUDAGraph:
         key = ("step", B, params.temperature, params.top_p, params.top_k)
         if key not in self.graphs:
             if not any(known[0] == "step" for known in self.graphs):
-                self._token_step(B, params)  # loads kernels; nothing is placed yet, so only the spare slot is written
-            self.graphs[key] = self._captured(lambda: self._token_step(B, params))
+                self._token_step(board, B, params)  # loads kernels; nothing is placed yet, so it writes the spare slot
+            self.graphs[key] = self._captured(lambda: self._token_step(board, B, params))
         return self.graphs[key][0]
 
-    def _token_step(self, B: int, params: SamplingParams) -> None:
-        board = self.board
-        assert board is not None
+    def _token_step(self, board: Board, B: int, params: SamplingParams) -> None:
         plan = GraphDecode(self.cache, board.slot_B[:B], board.prompt_B[:B], board.length_P, board.step)
         hidden_B1D = self.backbone.hidden(board.token_B[:B, None], board.position_B[:B, None], plan)
         logits_BV = self.backbone.head.logits(hidden_B1D[:, 0])
         board.step.add_(1)
-        self._choose(logits_BV, board.place_B, B, params)
+        self._choose(board, logits_BV, board.place_B, B, params)
 
-    def _choose(self, logits_RV: Tensor, from_B: Tensor, B: int, params: SamplingParams) -> None:
+    def _choose(self, board: Board, logits_RV: Tensor, from_B: Tensor, B: int, params: SamplingParams) -> None:
         """Choose the next token of each row. `from_B` says which row of the logits it is sampled from."""
-        board = self.board
-        assert board is not None
         source_RV = logits_RV
         if params.top_k or params.top_p < 1:
             allowed_RV = restrict((logits_RV / (params.temperature or 1.0)).log_softmax(1), params.top_p, params.top_k)

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone
 from hacrl.decoder.cache import Decode, Prefill, SharedCache
-from hacrl.errors import TrainingDiverged
-from hacrl.rollouts.engine import SamplingParams
+from hacrl.decoder.packing import Texts
+from hacrl.rollouts.engine import SamplingParams, choose_tokens, length_at_stop, require_finite, uniform_numbers
 from hacrl.rollouts.rollout import Completion, FinishReason
-from hacrl.rollouts.sampling import choose_tokens, length_at_stop
 
 LEAVE_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it. Leaving costs a copy of the cache."""
@@ -28,15 +27,14 @@ class Batch:
     """The number of the requested completion that each row samples."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], wanted: Sequence[int], G: int) -> "Batch":
+    def of(cls, prompts: Texts, wanted: Sequence[int], G: int) -> "Batch":
         """Make a batch with G completions of each wanted prompt. A prompt that is wanted twice is read once."""
         index: dict[tuple[int, ...], int] = {}
         for i in wanted:
             index.setdefault(tuple(prompts[i]), len(index))
-        rows = [i * G + g for i in wanted for g in range(G)]
-        rows.sort(key=lambda row: index[tuple(prompts[row // G])])
-        prompt_N = torch.tensor([index[tuple(prompts[row // G])] for row in rows])
-        return cls([list(prompt) for prompt in index], prompt_N, rows)
+        pairs = [(index[tuple(prompts[i])], i * G + g) for i in wanted for g in range(G)]
+        pairs.sort(key=lambda pair: pair[0])
+        return cls([list(prompt) for prompt in index], torch.tensor([p for p, _ in pairs]), [row for _, row in pairs])
 
     @property
     def L(self) -> int:
@@ -60,26 +58,21 @@ class Sampled:
 
 
 class NativeEngine:
-    def __init__(
-        self, backbone: Backbone, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], batch_size: int
-    ) -> None:
-        self.backbone, self.tokenizer, self.batch_size = backbone, tokenizer, batch_size
-        self.stop_ids = list(stop_ids)
+    def __init__(self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
+        self.backbone, self.tokenizer, self.stop_ids, self.batch_size = backbone, tokenizer, list(stop_ids), batch_size
         self.cache = SharedCache()
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         G = params.num_generations
         # Prompts of about the same length share a batch.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         size = max(self.batch_size // G, 1)
-        completions: dict[int, Completion] = {}
-        results: list[tuple[Batch, Sampled]] = []
+        batches = [Batch.of(prompts, order[start : start + size], G) for start in range(0, len(order), size)]
         with self.backbone.driven():
-            for start in range(0, len(order), size):
-                batch = Batch.of(prompts, order[start : start + size], G)
-                results.append((batch, self._decode(batch, params, seed)))
-        for batch, sampled in results:
+            results = [self._decode(batch, params, seed) for batch in batches]
+        completions: dict[int, Completion] = {}
+        for batch, sampled in zip(batches, results, strict=True):
             columns = (sampled.tokens_NT, sampled.logps_NT, sampled.length_N)
             for n, (tokens, logps, length) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
                 ended = tokens[length - 1] in self.stop_ids
@@ -139,15 +132,3 @@ class NativeEngine:
         hidden_PLD = self.backbone.hidden(ids_PL, position_PL, Prefill(self.cache))
         last_PD = hidden_PLD[torch.arange(len(length_P), device=ids_PL.device), length_P - 1]
         return require_finite(self.backbone.head.logits(last_PD))
-
-
-def require_finite(logits_PV: Tensor) -> Tensor:
-    if not bool(torch.isfinite(logits_PV).all()):
-        raise TrainingDiverged("its logits are not finite, so nothing can be sampled from it.")
-    return logits_PV
-
-
-def uniform_numbers(rows: Sequence[int], T: int, seed: int) -> Tensor:
-    """T random numbers for each completion. They depend on the seed and its row alone, not on its batch."""
-    table_NT = torch.rand(max(rows) + 1, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return table_NT[torch.tensor(rows)]

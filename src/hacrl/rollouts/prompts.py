@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
@@ -32,9 +32,7 @@ class Beginning(list[int]):
     """The tokens of the first part of a text. They are more than allowed, so the rest does not matter."""
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, config: AgentConfig, prompt: Prompt, limit: float = math.inf
-) -> list[int]:
+def render(tokenizer: Tokenizer, config: AgentConfig, prompt: Prompt, limit: float = math.inf) -> list[int]:
     """Return the token ids of a prompt, rendered with the model's own chat template if it has one.
 
     If there are far more than `limit`, only a `Beginning` is returned, which saves time and memory.
@@ -64,9 +62,7 @@ def render(
     return ids
 
 
-def chat_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], where: str, model: str, **options: Any
-) -> str:
+def chat_text(tokenizer: Tokenizer, messages: Sequence[Any], where: str, model: str, **options: Any) -> str:
     """Render messages with the chat template; UserError if the template fails."""
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -76,7 +72,7 @@ def chat_text(
     return text
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, limit: float, add_special_tokens: bool) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, limit: float, add_special_tokens: bool) -> list[int]:
     """Return the token ids of a text, or only a `Beginning` if there are far more than `limit`."""
     size = CHARACTERS_PER_TOKEN * (limit + MARGIN)
     while len(text) > size:
@@ -87,7 +83,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, limit: float, add_spec
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, config: AgentConfig, where: str) -> None:
+def check_template(tokenizer: Tokenizer, config: AgentConfig, where: str) -> None:
     """Raise UserError if the chat template explodes: if it does not finish a short prompt, or makes far too much text
     of it. The text itself is not checked."""
     template = tokenizer.chat_template
@@ -125,7 +121,7 @@ def _explosion(template: str, variables: str) -> str | None:
     return f"it {reply.detail}"
 
 
-def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase, config: AgentConfig) -> None:
+def check_ids(ids: Sequence[int], vocabulary: int, tokenizer: Tokenizer, config: AgentConfig) -> None:
     """Raise UserError if a prompt has a token that is not in the model's embedding."""
     if (last := max(ids)) >= vocabulary:
         raise UserError(
@@ -152,7 +148,7 @@ def with_suffix(prompt: Prompt, config: AgentConfig) -> Prompt:
     return [*prompt[:last], asked, *prompt[last + 1 :]]
 
 
-def has_unknown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+def has_unknown(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
     """Whether a prompt has characters that the tokenizer cannot spell."""
     unknown = tokenizer.unk_token_id
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)

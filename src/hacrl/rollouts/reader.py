@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError, warn
@@ -39,9 +39,7 @@ class Limits:
 class Reader:
     """The tokenizer of an agent, with its chat template, its limits and its end-of-turn tokens."""
 
-    def __init__(
-        self, config: AgentConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], limits: Limits
-    ) -> None:
+    def __init__(self, config: AgentConfig, tokenizer: Tokenizer, stop_ids: list[int], limits: Limits) -> None:
         self.config, self.tokenizer, self.stop_ids, self.limits = config, tokenizer, stop_ids, limits
         self.readable = readable_ids(tokenizer, stop_ids)
         self.retokenizer = Retokenizer(tokenizer, stop_ids[0], config.max_completion_length)
@@ -61,12 +59,9 @@ class Reader:
         """Return the token ids of a problem's prompt; UserError if too many. Not all can be checked beforehand."""
         ids = self.render(problem.prompt)
         if len(ids) > self.config.max_prompt_length:
-            raise self._too_long(
-                problem.id,
-                ids,
-                f"Continue the run with agents.{self.config.id}.max_prompt_length={len(ids)} or more; "
-                "max_prompt_length alone is that of all agents without their own.",
-            )
+            own = f"agents.{self.config.id}.max_prompt_length={len(ids)}"
+            advice = "max_prompt_length alone is that of all agents without their own."
+            raise self._too_long(problem.id, ids, f"Continue the run with {own} or more; {advice}")
         return ids
 
     def tokens(
@@ -83,8 +78,6 @@ class Reader:
             except Dropped as reason:
                 dropped[row] = str(reason)
         return tokens, dropped
-
-    # --- checks before the first step --------------------------------------------------------------
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         """Raise UserError if a prompt is too long; warn if the tokenizer does not know some characters."""

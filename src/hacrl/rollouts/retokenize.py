@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.rollouts.rollout import Rollout
 
@@ -16,20 +16,20 @@ TAIL = 16
 OPENING = re.compile(r"<(?:think|thinking|reasoning)>(?=\s*\Z)")
 
 
-def readable_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> set[int]:
+def readable_ids(tokenizer: Tokenizer, stop_ids: list[int]) -> set[int]:
     """The ids of tokens that decoding keeps as text."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return set(tokenizer.get_vocab().values()) - special - set(tokenizer.all_special_ids) - set(stop_ids)
 
 
-def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def vocabulary_fingerprint(tokenizer: Tokenizer) -> str:
     """A hash that is equal for two tokenizers whose ids mean the same tokens."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     special = sorted(set(tokenizer.get_vocab().values()) - readable_ids(tokenizer, []))
     return hashlib.sha256(json.dumps([tokens, special]).encode()).hexdigest()
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
 
@@ -55,10 +55,8 @@ class Dropped(Exception):
 class Retokenizer:
     """Reads other agents' rollouts in the tokens of one learner."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_of_turn: int, max_length: int) -> None:
-        self.tokenizer = tokenizer
-        self.end_of_turn = end_of_turn
-        self.max_length = max_length
+    def __init__(self, tokenizer: Tokenizer, end_of_turn: int, max_length: int) -> None:
+        self.tokenizer, self.end_of_turn, self.max_length = tokenizer, end_of_turn, max_length
         self.vocabulary = vocabulary_fingerprint(tokenizer)
         self._readable = readable_ids(tokenizer, [])
         # The same tokens occur again and again, and a call of `decode` costs more than its work.
@@ -124,8 +122,7 @@ class Retokenizer:
             raise Dropped("broken_text")  # the source was cut off inside a character
         ids = self._tokens(text)
         if not self._reads(ids, text, end):  # a tokenizer may put a space before the first word
-            before = self._tokens(end.text)
-            whole = self._tokens(end.text + text)
+            before, whole = self._tokens(end.text), self._tokens(end.text + text)
             ids = whole[len(before) :]
             if whole[: len(before)] != before or not self._reads(ids, text, end):
                 raise Dropped("not_reversible")
@@ -137,5 +134,5 @@ class Retokenizer:
 
     def _reads(self, ids: list[int], text: str, end: PromptEnd) -> bool:
         """Whether these tokens have no special ones among them, and decode to this text after the prompt."""
-        readable = self._readable.issuperset(ids)
-        return readable and decode(self.tokenizer, [*end.token_ids, *ids]) == end.text + text
+        spelled = [*end.token_ids, *ids]
+        return self._readable.issuperset(ids) and decode(self.tokenizer, spelled) == end.text + text

@@ -5,17 +5,17 @@ them, or processed ones, after all of them. Raw ones are right at temperature 1,
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from hacrl.decoder.packing import Texts
 from hacrl.errors import UserError
-from hacrl.rollouts.engine import SamplingParams
+from hacrl.rollouts.engine import SamplingParams, cut_off
 from hacrl.rollouts.rollout import Completion
-from hacrl.rollouts.sampling import length_at_stop
 
 CHECKSUM_TOLERANCE = 1e-9
 """Largest relative difference of two sums. Both sides add the same numbers in float64, in another order."""
@@ -38,7 +38,7 @@ class Sampler(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
+        self, prompts: Texts, params: SamplingParams, stop_ids: list[int], seed: int
     ) -> list[list[Tokens]]: ...
 
 
@@ -77,9 +77,7 @@ class VLLM:
         (output,) = self._run([ids], [request])
         return [at[token].logprob for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
-    ) -> list[list[Tokens]]:
+    def generate(self, prompts: Texts, params: SamplingParams, stop_ids: list[int], seed: int) -> list[list[Tokens]]:
         G = params.num_generations
         requests = [
             self._sampling_params(
@@ -102,7 +100,7 @@ class VLLM:
         ]
         return [[sampled_tokens(output) for output in request.outputs] for request in self._run(prompts, requests)]
 
-    def _run(self, prompts: Sequence[Sequence[int]], requests: list[Any]) -> list[Any]:
+    def _run(self, prompts: Texts, requests: list[Any]) -> list[Any]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         match_threads()
         outputs: list[Any] = self.engine.generate(inputs, requests, use_tqdm=False)
@@ -124,15 +122,10 @@ def sampled_tokens(output: Any) -> Tokens:
 
 class VLLMEngine:
     def __init__(
-        self,
-        sampler: Sampler,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: Sequence[int],
-        version: Callable[[], int],
+        self, sampler: Sampler, model: nn.Module, tokenizer: Tokenizer, stop_ids: list[int], version: Callable[[], int]
     ) -> None:
         """`version` returns the number of updates that the model has had."""
-        self.sampler, self.model, self.tokenizer, self.stop_ids = sampler, model, tokenizer, list(stop_ids)
+        self.sampler, self.model, self.tokenizer, self.stop_ids = sampler, model, tokenizer, stop_ids
         self.version, self._has = version, 0
 
     def refresh(self) -> None:
@@ -167,18 +160,13 @@ class VLLMEngine:
         ours_T = logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
         return float((ours_T.cpu() - torch.tensor(self.sampler.logprobs(ids))).abs().max())
 
-    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         if self._has != self.version():
             self.refresh()
         groups = self.sampler.generate(prompts, params, self.stop_ids, seed)
-        return [[self._completion(tokens, logps, params) for tokens, logps in group] for group in groups]
-
-    def _completion(self, tokens: list[int], logps: list[float], params: SamplingParams) -> Completion:
-        ended = bool(tokens) and tokens[-1] in self.stop_ids
-        stop = length_at_stop(self.tokenizer, tokens, 0, params.stop) if params.stop else None
-        if stop is not None and not (ended and stop == len(tokens)):
-            return Completion(tokens[:stop], logps[:stop], "stop", False)
-        return Completion(tokens, logps, "stop" if ended else "length", ended)
+        return [
+            [cut_off(self.tokenizer, *sampled, self.stop_ids, params.stop) for sampled in group] for group in groups
+        ]
 
 
 def import_vllm() -> Any:
@@ -197,9 +185,6 @@ def import_vllm() -> Any:
 
 def checksums(model: nn.Module) -> Sums:
     """Sum, and sum of absolute values, of each parameter that is not empty. Padding with zeros does not matter."""
-    found = {}
-    for name, tensor in model.named_parameters():
-        if tensor.numel():  # vLLM's CPU build packs the weights of linear layers and leaves nothing here
-            values = tensor.detach().to(torch.float64)
-            found[name] = float(values.sum()), float(values.abs().sum())
-    return found
+    # vLLM's CPU build packs the weights of linear layers and leaves empty tensors here.
+    wide = ((name, tensor.detach().to(torch.float64)) for name, tensor in model.named_parameters() if tensor.numel())
+    return {name: (float(values.sum()), float(values.abs().sum())) for name, values in wide}
