@@ -20,7 +20,7 @@ from hacrl.decoder.plain import completion_logprobs
 from hacrl.errors import TrainingDiverged
 from hacrl.rollouts import native
 from hacrl.rollouts.engine import Engine, SamplingParams
-from hacrl.rollouts.generate import GenerateEngine
+from hacrl.rollouts.engines import GenerateEngine
 from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.rollout import Completion
 from hacrl.tasks.arithmetic import ArithmeticTask

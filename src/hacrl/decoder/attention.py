@@ -54,9 +54,7 @@ def causal_attention(query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, r
         )
     position_S = torch.arange(S, device=query_BHSD.device)
     distance_SS = position_S[:, None] - position_S[None, :]
-    seen_SS = distance_SS >= 0
-    if rule.window is not None:
-        seen_SS &= distance_SS < rule.window
+    seen_SS = (distance_SS >= 0) & (distance_SS < (S if rule.window is None else rule.window))
     rep = query_BHSD.shape[1] // key_BKSD.shape[1]
     key_BHSD, value_BHSD = key_BKSD.repeat_interleave(rep, dim=1), value_BKSD.repeat_interleave(rep, dim=1)
     scores_BHSS = soft_capped(query_BHSD @ key_BHSD.transpose(2, 3) * rule.scale, rule.softcap)

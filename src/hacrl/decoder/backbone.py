@@ -44,8 +44,7 @@ class Backbone:
         self.model: Any = model
         self.body: Any = self.model.base_model
         self.lean: LeanLayers | None = None
-        self.lock = Lock()
-        self.entered = 0
+        self.lock, self.entered = Lock(), 0
         self.moved = 0
         """How often weights were moved in memory; CUDA graphs captured before a move are invalid."""
         self.checkpointing = False

@@ -1,6 +1,7 @@
 """Key-value cache for sampling: each prompt is stored once for all its completions, and memory is reused."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -30,21 +31,12 @@ class SharedCache:
         return True
 
     def store(self, own: bool, module: nn.Module, key_BKSD: Tensor, value_BKSD: Tensor) -> Store:
-        """Return the layer's memory for prompts or for own tokens, filled with zeros where it is new.
-
-        A kernel may multiply masked values by 0, and 0 * NaN would be NaN.
-        """
+        """Return the layer's memory, for prompts or for own tokens."""
         stores, (rows, length) = (self.own, self.room[2:]) if own else (self.prompts, self.room[:2])
-        if module not in stores:
+        if module not in stores:  # zeros, because a kernel may multiply masked values by 0, and 0 * NaN is NaN
             key, value = (x.new_zeros(rows, x.shape[1], length, x.shape[3]) for x in (key_BKSD, value_BKSD))
             stores[module] = key, value
         return stores[module]
-
-    def select(self, rows_B: Tensor, used: int) -> None:
-        """Keep the own tokens of these rows only, in this order."""
-        for store in self.own.values():
-            for part in store:
-                part[: len(rows_B), :, :used] = part[rows_B, :, :used]
 
 
 @dataclass
@@ -96,7 +88,8 @@ class Decode:
 
     def keep(self, rows_B: Tensor) -> None:
         """Continue with these rows only; the others are finished."""
-        self.cache.select(rows_B, self.t)
+        for part in chain.from_iterable(self.cache.own.values()):
+            part[: len(rows_B), :, : self.t] = part[rows_B, :, : self.t]
         self.prompt_B = self.prompt_B[rows_B]
         self.arrange()
 

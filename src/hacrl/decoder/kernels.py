@@ -78,18 +78,14 @@ def decode_attention(
     scale: float, softcap: float | None, window: int | None,
 ) -> Tensor:  # fmt: skip
     """Store the new keys and values at `step`, and attend; `prompt` is (P, K, L, D) each, `own` (slots, K, T, D)."""
-    B, H, D = query_BHD.shape
-    K = key_BKD.shape[1]
+    (B, H, D), K = query_BHD.shape, key_BKD.shape[1]
     output_BHD = torch.empty(B, H, D, dtype=query_BHD.dtype, device=query_BHD.device)
     _decode_attention_kernel[(B, K)](
-        query_BHD, key_BKD, value_BKD, *prompt, *own, output_BHD,
-        slot_B, prompt_B, length_P, step,
+        query_BHD, key_BKD, value_BKD, *prompt, *own, output_BHD, slot_B, prompt_B, length_P, step,
         *query_BHD.stride()[:2], *key_BKD.stride()[:2], *value_BKD.stride()[:2], *output_BHD.stride()[:2],
-        *prompt[0].stride()[:3], *own[0].stride()[:3],
-        scale, softcap or 0.0, window or 0,
+        *prompt[0].stride()[:3], *own[0].stride()[:3], scale, softcap or 0.0, window or 0,
         REP=H // K, D=D, REP_BLOCK=max(16, triton.next_power_of_2(H // K)), D_BLOCK=max(16, triton.next_power_of_2(D)),
-        BLOCK=DECODE_BLOCK, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
-        num_warps=DECODE_WARPS,
+        BLOCK=DECODE_BLOCK, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=DECODE_WARPS,
     )  # fmt: skip
     return output_BHD
 
@@ -159,8 +155,7 @@ def sample_tokens(
     tokens_NT: Tensor, logps_NT: Tensor, length_N: Tensor, stop_ids: Tensor, temperature: float,
 ) -> None:  # fmt: skip
     """Choose each row's next token, record it at `step` in the row's slot, and mark rows that end with it."""
-    V = logits_RV.shape[1]
-    greedy = temperature == 0
+    V, greedy = logits_RV.shape[1], temperature == 0
     _sample_kernel[(len(token_B),)](
         logits_RV, row_B, source_RV, slot_B, token_B, position_B, finished_N, stream_N, step, seed,
         tokens_NT, logps_NT, length_N, stop_ids, len(stop_ids),
@@ -308,7 +303,6 @@ def logit_gradient(
     BLOCK = min(2048, triton.next_power_of_2(V))
     _logit_gradient_kernel[(M, triton.cdiv(V, BLOCK))](
         logits_MV, target_M, norm_M, grad_M, output_MV, V, logits_MV.stride(0), output_MV.stride(0),
-        1 / temperature, scale / temperature, softcap or 0.0,
-        HAS_SOFTCAP=softcap is not None, BLOCK=BLOCK, num_warps=8,
+        1 / temperature, scale / temperature, softcap or 0.0, HAS_SOFTCAP=softcap is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return output_MV

@@ -27,11 +27,8 @@ class LeanLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.joined: list[Joined] = []
-        self.forwards: dict[nn.Module, Forward] = {}
-        for module in model.modules():
-            forward = lean_norm(module) or lean_attention(module, self.joined) or lean_mlp(module, self.joined)
-            if forward is not None:
-                self.forwards[module] = forward
+        new = ((m, lean_norm(m) or lean_attention(m, self.joined) or lean_mlp(m, self.joined)) for m in model.modules())
+        self.forwards = {module: forward for module, forward in new if forward is not None}
 
     def refresh(self) -> bool:
         """Join weights again that were separated, for example by a change of dtype; returns True if any were."""
@@ -59,15 +56,13 @@ class Joined:
         """Release the joined matrix while the layers have no weights."""
         self.weight = self.bias = None
 
-    def _join(self, name: str) -> Tensor | None:
+    def _join(self, name: str) -> Any:
         parts: list[Any] = [getattr(layer, name) for layer in self.layers]
         if parts[0] is None:
             return None
         with torch.no_grad():
             if are_neighbours(parts):  # joined already, by another model on the same weights
-                shape = (sum(self.sizes), *parts[0].shape[1:])
-                joined: Tensor = parts[0].data.as_strided(shape, parts[0].stride())
-                return joined
+                return parts[0].data.as_strided((sum(self.sizes), *parts[0].shape[1:]), parts[0].stride())
             joined = torch.cat(parts)
             for part, slot in zip(parts, joined.split(self.sizes), strict=True):
                 part.data = slot
@@ -76,17 +71,14 @@ class Joined:
     @property
     def intact(self) -> bool:
         """Whether the parameters are still slices of the joined matrix; moving or replacing them ends this."""
-        if self.weight is None:
-            return False
-        weights = [layer.weight for layer in self.layers]
-        return weights[0].data_ptr() == self.weight.data_ptr() and are_neighbours(weights)
+        weights, whole = [layer.weight for layer in self.layers], self.weight
+        return whole is not None and weights[0].data_ptr() == whole.data_ptr() and are_neighbours(weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.layers[0].weight.requires_grad:
             weight = torch.cat([layer.weight for layer in self.layers])
             bias = None if self.bias is None else torch.cat([layer.bias for layer in self.layers])
             return F.linear(x, weight, bias)
-        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
 
@@ -106,30 +98,29 @@ def joinable(module: nn.Module, layers: list[Any], others: Sequence[str]) -> boo
     return linear and all(hasattr(module, name) for name in others)
 
 
-def lean_norm(module: nn.Module) -> Forward | None:
+def lean_norm(module: Any) -> Forward | None:
     """Fused forward of a root-mean-square norm with weight w, as in Llama, or 1 + w, as in Gemma; None for others."""
     weight: Any = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or eps is None:
         return None
     shape = tuple(weight.shape)
+
+    def normed(shift: float, x: Tensor) -> Tensor:
+        return F.rms_norm(x, shape, module.weight + shift if shift else module.weight, eps)
+
     with torch.no_grad():
         probe = torch.linspace(-2, 3, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, *shape)
         expected = module(probe)
         for shift in (0.0, 1.0):
-            candidate = F.rms_norm(probe, shape, weight + shift, eps)
+            candidate = normed(shift, probe)
             if candidate.dtype == expected.dtype and torch.allclose(candidate, expected, rtol=2e-2, atol=1e-3):
-                return partial(_rms_norm, module, shape, shift, eps)
+                return partial(normed, shift)
     return None
 
 
-def _rms_norm(module: Any, shape: tuple[int, ...], shift: float, eps: float, x: Tensor) -> Tensor:
-    return F.rms_norm(x, shape, module.weight + shift if shift else module.weight, eps)
-
-
-def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
+def lean_attention(attention: Any, joined: list[Joined]) -> Forward | None:
     """Faster forward of attention with separate q, k and v projections and whole heads rotated by halves, or None."""
-    attention: Any = module
     layers: list[Any] = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     if not joinable(attention, layers, ("o_proj", "head_dim", "scaling")) or (q_norm is None) != (k_norm is None):
@@ -141,7 +132,7 @@ def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
     H, K = (layer.out_features // D for layer in layers[:2])
     window, softcap = getattr(attention, "sliding_window", None), getattr(attention, "attn_logit_softcapping", None)
     rule = Rule(attention.scaling, window, softcap)
-    original = module.forward
+    original = attention.forward
 
     def forward(hidden_states: Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
         plan = kwargs.get("plan")
@@ -160,7 +151,7 @@ def lean_attention(module: nn.Module, joined: list[Joined]) -> Forward | None:
             key = k_norm(key.unflatten(2, (-1, D)) if over_heads else key)
             query, key = (_Rotate.apply(x.reshape(B * S, -1, D), cos, sin).view(B, S, -1, D) for x in (query, key))
         heads = (x.transpose(1, 2) for x in (query, key, value.unflatten(2, (-1, D))))
-        output = plan.attend(module, *heads, rule)
+        output = plan.attend(attention, *heads, rule)
         return attention.o_proj(output.reshape(B, S, -1)), None
 
     return forward
@@ -192,9 +183,8 @@ def _rotated(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor
     return output
 
 
-def lean_mlp(module: nn.Module, joined: list[Joined]) -> Forward | None:
+def lean_mlp(mlp: Any, joined: list[Joined]) -> Forward | None:
     """Faster forward of a gated MLP, down(silu(gate(x)) * up(x)), or None."""
-    mlp: Any = module
     layers: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
     if not joinable(mlp, layers, ("down_proj", "act_fn")):
         return None
@@ -202,11 +192,9 @@ def lean_mlp(module: nn.Module, joined: list[Joined]) -> Forward | None:
         return None
     joined.append(project := Joined(layers))
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Any:
         both = project(x)
-        gated: Tensor = _SwiGLU.apply(both.view(-1, both.shape[-1]))
-        down: Tensor = mlp.down_proj(gated.view(*x.shape[:-1], -1))
-        return down
+        return mlp.down_proj(_SwiGLU.apply(both.view(-1, both.shape[-1])).view(*x.shape[:-1], -1))
 
     return forward
 

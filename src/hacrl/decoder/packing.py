@@ -103,10 +103,7 @@ class Packed:
         )  # fmt: skip
 
     def attend(self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
-        """Attention in which every completion has a row of its own that begins with its prompt.
-
-        The outputs of a prompt are the same in each of its rows, so they are taken from one row.
-        """
+        """Attention with a row for each completion, prompt first. A prompt's outputs are taken from one of its rows."""
         self.windowed |= rule.window is not None
         query, key, value = (self._rows(x) for x in (query_BHSD, key_BKSD, value_BKSD))
         output_NHRD = causal_attention(query, key, value, rule)
@@ -121,10 +118,6 @@ class Packed:
         """Arrange values of the completion tokens as an (N, T) table, 0 where there is no token."""
         N, T = self.shape
         return values_M.new_zeros(N * T).index_copy(0, self.at_M, values_M[: len(self.at_M)]).view(N, T)
-
-    @property
-    def mask_NT(self) -> Tensor:
-        return self.table(torch.ones(len(self.at_M), dtype=torch.bool, device=self.at_M.device))
 
 
 class _Spread(torch.autograd.Function):

@@ -6,19 +6,12 @@ from itertools import starmap
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 SMALL = 20_000_000
-"""Largest number of parameters of a small model."""
+"""Largest number of parameters of a model whose batches run in parallel on a CPU."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-def works_side_by_side(model: nn.Module) -> bool:
-    """Whether batches of this model run in parallel: it is small and on a CPU."""
-    parameters = list(model.parameters())
-    return parameters[0].device.type == "cpu" and sum(parameter.numel() for parameter in parameters) <= SMALL
 
 
 def use_threads(count: int) -> None:

@@ -13,7 +13,7 @@ from hacrl.config import AgentConfig
 from hacrl.decoder import Backbone, CannotDrive
 from hacrl.decoder.backbone import checkpointed_layers
 from hacrl.decoder.packing import Texts
-from hacrl.decoder.parallel import works_side_by_side
+from hacrl.decoder.parallel import SMALL
 from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs
 from hacrl.errors import TrainingDiverged, UserError, warn
@@ -21,8 +21,7 @@ from hacrl.errors import TrainingDiverged, UserError, warn
 Score = Callable[[Texts, Texts, float], TokenLogprobs]
 """A function from prompts, completions and a temperature to log-probabilities."""
 
-CPU_BATCH_TOKENS = 2048
-CUDA_BATCH_TOKENS = 16384
+CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = 2048, 16384
 """Most tokens of one pass. More is not faster: on a CPU activations leave the caches, and a GPU is already busy."""
 MEMORY_SHARE = 0.5
 """Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
@@ -72,7 +71,8 @@ class Policy:
                 self.backbone = Backbone(model, lean)
             except CannotDrive as reason:
                 warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
-        self.side_by_side = self.backbone is not None and works_side_by_side(model)
+        small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+        self.side_by_side = self.backbone is not None and self.backbone.device.type == "cpu" and small
         self.scorer: Score = partial(completion_logprobs, model, pad_id=stop_ids[0], entropy_gradient=entropy_gradient)
         if self.backbone is not None:
             self.backbone.checkpointing = bool(config.gradient_checkpointing)

@@ -13,6 +13,8 @@ from hacrl.decoder.backbone import Backbone
 from hacrl.decoder.packing import Packed, Texts
 
 MAX_GRAPHS = 32
+STREAM_OF = cache(torch.cuda.Stream)
+"""The stream for captures on a GPU; torch's default is one stream for all, on the first GPU used."""
 STARVED = 512 << 20
 """With fewer free bytes than this, a CUDA library can fail without saying that memory is the reason."""
 
@@ -35,7 +37,8 @@ class Scorer:
         """log p(token | prompt, tokens before it) at the given temperature, for N completions."""
         packed = Packed.build(prompts, completions, self.backbone.device)
         logp_M, entropy_M = self._score(packed, temperature)
-        return TokenLogprobs(packed.table(logp_M), packed.mask_NT, packed.table(entropy_M))
+        is_token_M = torch.ones_like(packed.at_M, dtype=torch.bool)
+        return TokenLogprobs(*(packed.table(values_M) for values_M in (logp_M, is_token_M, entropy_M)))
 
     def _score(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         hidden_1SD = self.backbone.hidden(packed.ids_S[None], packed.position_S[None], packed)
@@ -43,17 +46,11 @@ class Scorer:
         return self.backbone.head.logprobs(hidden_MD, packed.target_M, temperature, self.entropy_gradient)
 
 
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for captures on this GPU; torch's default is one stream for all, on the first GPU used."""
-    return torch.cuda.Stream(device)
-
-
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
     """Capture what runs inside as the graph; raises torch.OutOfMemoryError if memory runs out."""
     try:
-        with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, STREAM_OF(device), capture_error_mode="thread_local"):
             yield
     except RuntimeError as error:
         raise cause_of(error, device) from None
@@ -101,8 +98,7 @@ class GraphedScorer(Scorer):
     def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
         super().__init__(backbone, entropy_gradient)
         self.captured: dict[tuple[object, ...], Captured] = {}
-        self.warm = False
-        self.moved = backbone.moved
+        self.warm, self.moved = False, backbone.moved
         self.pool = torch.cuda.graph_pool_handle()
         self.anchor = torch.zeros((), device=backbone.device, requires_grad=True)
         # In a small model a pass of fewer tokens is not faster, and each new shape needs a capture.
@@ -188,10 +184,7 @@ class _Replay(torch.autograd.Function):
 
 
 def common_shape(packed: Packed, least: int = 256) -> tuple[int, int, int, int, int]:
-    """Sizes S, M, N, R and A for `Packed.padded`: at most a third larger, and few different ones, so that they recur.
-
-    All batches below `least` tokens have one size.
-    """
+    """Sizes S, M, N, R and A for `Packed.padded`: few different ones, at most a third above the need or `least`."""
     N, R = packed.rows_NR.shape
     tokens = bucket(max(len(packed.ids_S) + 1, len(packed.target_M), least))
     length = -(-(R + 1) // 64) * 64 if R < 256 else bucket(R + 1)

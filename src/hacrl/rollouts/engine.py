@@ -76,10 +76,7 @@ def restrict(logp_BV: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def length_at_stop(tokenizer: Tokenizer, token_ids: Sequence[int], checked: int, stops: Sequence[str]) -> int | None:
-    """The number of tokens after which the text first contains a stop string; None if it contains none.
-
-    The first `checked` tokens are known to contain none.
-    """
+    """The number of tokens after which the text first contains a stop string, or None; `checked` tokens have none."""
     reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
     start = max(checked - reach, 0)
     if not any(stop in tokenizer.decode(token_ids[start:]) for stop in stops):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,15 +10,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone, kernels
 from hacrl.decoder.attention import Rule
-from hacrl.decoder.cache import Prefill, SharedCache
+from hacrl.decoder.cache import SharedCache
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
 from hacrl.rollouts.native import Batch, NativeEngine, Sampled
 
 LOOK_EVERY = 16
 """How many tokens are decoded between two checks for finished rows. Each check waits for the GPU."""
-
-Key = tuple[object, ...]
 
 
 @dataclass
@@ -81,8 +80,8 @@ class GraphedEngine(NativeEngine):
         super().__init__(backbone, tokenizer, stop_ids, batch_size)
         self.board: Board | None = None
         self.moved = backbone.moved
-        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
-        self.run_before: set[Key] = set()
+        self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self.run_before: set[tuple[object, ...]] = set()
         self.pool = torch.cuda.graph_pool_handle()
 
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
@@ -134,14 +133,7 @@ class GraphedEngine(NativeEngine):
 
     def _prefill(self, board: Board, P: int, L: int) -> Tensor:
         """Return the logits after each prompt. A shape is captured as a graph when it occurs for the second time."""
-
-        def read() -> Tensor:
-            position_PL = torch.arange(L, device=board.ids_PL.device).expand(P, L)
-            hidden_PLD = self.backbone.hidden(board.ids_PL[:P, :L], position_PL, Prefill(self.cache))
-            last_P11 = (board.length_P[:P] - 1)[:, None, None].expand(P, 1, hidden_PLD.shape[2])
-            return self.backbone.head.logits(hidden_PLD.gather(1, last_P11)[:, 0])
-
-        key = ("prefill", P, L)
+        key, read = ("prefill", P, L), partial(self._read, board.ids_PL[:P, :L], board.length_P[:P])
         if key not in self.graphs:
             if key not in self.run_before:
                 self.run_before.add(key)

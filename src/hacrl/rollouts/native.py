@@ -81,14 +81,11 @@ class NativeEngine:
         return [[completions[i * G + g] for g in range(G)] for i in range(len(prompts))]
 
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
-        """Read every distinct prompt once, then decode all completions together.
-
-        B of the batch's N rows are still running; finished rows leave.
-        """
+        """Read every distinct prompt once, then decode all rows together; B of the N still run, finished rows leave."""
         N, T, device = len(batch.row_N), params.max_completion_length, self.backbone.device
         self.cache.reserve(len(batch.prompts), batch.L, N, T)
         length_P = torch.tensor([len(prompt) for prompt in batch.prompts], device=device)
-        logits_BV = self._read(batch, length_P)[batch.prompt_N.to(device)]
+        logits_BV = require_finite(self._read(batch.ids_PL.to(device), length_P))[batch.prompt_N.to(device)]
         decode = Decode(self.cache, length_P, batch.L, batch.prompt_N.to(device))
 
         uniform_NT = uniform_numbers(batch.row_N, T, seed).to(device)
@@ -97,8 +94,7 @@ class NativeEngine:
         length_N = torch.full((N,), T, device=device)
         stopped: set[int] = set()
         stop_ids = torch.tensor(self.stop_ids, device=device)
-        row_B = torch.arange(N, device=device)
-        finished_B = torch.zeros(N, dtype=torch.bool, device=device)
+        row_B, finished_B = torch.arange(N, device=device), torch.zeros(N, dtype=torch.bool, device=device)
         for t in range(T):
             token_B, logp_B = choose_tokens(logits_BV, params, uniform_NT[row_B, t])
             tokens_NT[row_B, t] = token_B
@@ -125,10 +121,9 @@ class NativeEngine:
             decode.t = t + 1
         return Sampled(tokens_NT.cpu(), logps_NT.cpu(), length_N.cpu(), stopped)
 
-    def _read(self, batch: Batch, length_P: Tensor) -> Tensor:
+    def _read(self, ids_PL: Tensor, length_P: Tensor) -> Tensor:
         """Return the logits after each prompt; keys and values stay in the cache."""
-        ids_PL = batch.ids_PL.to(self.backbone.device)
-        position_PL = torch.arange(batch.L, device=ids_PL.device).expand(ids_PL.shape)
+        position_PL = torch.arange(ids_PL.shape[1], device=ids_PL.device).expand(ids_PL.shape)
         hidden_PLD = self.backbone.hidden(ids_PL, position_PL, Prefill(self.cache))
-        last_PD = hidden_PLD[torch.arange(len(length_P), device=ids_PL.device), length_P - 1]
-        return require_finite(self.backbone.head.logits(last_PD))
+        last_P1D = (length_P - 1)[:, None, None].expand(-1, 1, hidden_PLD.shape[2])
+        return self.backbone.head.logits(hidden_PLD.gather(1, last_P1D)[:, 0])

@@ -18,9 +18,7 @@ from hacrl.opening import reason
 from hacrl.tasks.problem import Prompt
 from hacrl.tasks.worker import Worker
 
-TEMPLATE_SECONDS = 5.0
-TEMPLATE_MEMORY_GIB = 1.0
-TEMPLATE_CHARACTERS = 10**6
+TEMPLATE_SECONDS, TEMPLATE_MEMORY_GIB, TEMPLATE_CHARACTERS = 5.0, 1.0, 10**6
 """Limits for rendering a short prompt with a chat template. Usual templates take a millisecond and a few MB."""
 CHARACTERS_PER_TOKEN = 16
 """A text with more characters per allowed token is first encoded in part, because the part is mostly too long."""
@@ -33,10 +31,7 @@ class Beginning(list[int]):
 
 
 def render(tokenizer: Tokenizer, config: AgentConfig, prompt: Prompt, limit: float = math.inf) -> list[int]:
-    """Return the token ids of a prompt, rendered with the model's own chat template if it has one.
-
-    If there are far more than `limit`, only a `Beginning` is returned, which saves time and memory.
-    """
+    """Return the token ids of a prompt in the model's chat template, if it has one; see `encode` for the limit."""
     system = config.system_prompt
     prompt = with_suffix(prompt, config)
     if not tokenizer.chat_template:
@@ -46,15 +41,14 @@ def render(tokenizer: Tokenizer, config: AgentConfig, prompt: Prompt, limit: flo
                 f"agents.{config.id}: {config.model} has no chat template, so it cannot be given "
                 f"{what}. Use string prompts without one, or a model with a chat template."
             )
-        text, add_special_tokens = prompt, True
+        text = prompt
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         options = {"add_generation_prompt": True, **config.chat_template_kwargs}
         text = chat_text(tokenizer, messages, f"agents.{config.id}", config.model, **options)
-        add_special_tokens = False
-    ids = encode(tokenizer, text, limit, add_special_tokens)
+    ids = encode(tokenizer, text, limit, add_special_tokens=not tokenizer.chat_template)
     if not ids:
         raise UserError(
             f"agents.{config.id}: tokenizer and chat template of {config.model} turn a prompt into zero tokens."
@@ -73,7 +67,7 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Any], where: str, model: 
 
 
 def encode(tokenizer: Tokenizer, text: str, limit: float, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a text, or only a `Beginning` if there are far more than `limit`."""
+    """Return the token ids of a text; far more than `limit` only as a `Beginning`, which saves time and memory."""
     size = CHARACTERS_PER_TOKEN * (limit + MARGIN)
     while len(text) > size:
         ids = tokenizer.encode(text[: int(size)], add_special_tokens=add_special_tokens)
@@ -87,8 +81,7 @@ def check_template(tokenizer: Tokenizer, config: AgentConfig, where: str) -> Non
     """Raise UserError if the chat template explodes: if it does not finish a short prompt, or makes far too much text
     of it. The text itself is not checked."""
     template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
+    template = template.get("default") if isinstance(template, dict) else template
     if not isinstance(template, str):
         return  # there is no template, or an unusable one, which is reported when a prompt is rendered
     question, answer = {"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2"}

@@ -77,10 +77,7 @@ class Retokenizer:
         return behind.removesuffix(alone) if behind.endswith(alone) else ""
 
     def __call__(self, rollout: Rollout, end: PromptEnd = NO_PROMPT) -> list[int]:
-        """Return the rollout in this learner's tokens, with its end-of-turn token if the source ended its turn.
-
-        `end` is the end of the learner's own prompt.
-        """
+        """Return the rollout in this learner's tokens, end of turn included; `end` is the end of its own prompt."""
         if rollout.opened != end.opened:
             raise Dropped("unopened_block")
         if rollout.special_inside:

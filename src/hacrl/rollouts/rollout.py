@@ -83,16 +83,8 @@ class Rollout:
     def record(self, source_id: str) -> dict[str, Any]:
         """The line of this rollout in `rollouts/step-*.jsonl`."""
         return {
-            "step": self.step,
-            "prompt_id": self.prompt_id,
-            "source": source_id,
-            "index": self.index,
-            "prompt": self.prompt,
-            "text": self.text,
-            "reward": self.reward,
-            "finish_reason": self.finish_reason,
-            "num_tokens": self.num_tokens,
-            "logp_sum": self.logp_sum,
-            "policy_version": self.policy_version,
+            "step": self.step, "prompt_id": self.prompt_id, "source": source_id, "index": self.index,
+            "prompt": self.prompt, "text": self.text, "reward": self.reward, "finish_reason": self.finish_reason,
+            "num_tokens": self.num_tokens, "logp_sum": self.logp_sum, "policy_version": self.policy_version,
             **self.verdict,
-        }
+        }  # fmt: skip

@@ -37,9 +37,9 @@ class Sampler(Protocol):
         """Return the log-probabilities of a text's tokens, from the second token on."""
         ...
 
-    def generate(
-        self, prompts: Texts, params: SamplingParams, stop_ids: list[int], seed: int
-    ) -> list[list[Tokens]]: ...
+    def generate(self, prompts: Texts, params: SamplingParams, stop_ids: list[int], seed: int) -> list[list[Tokens]]:
+        """Return completions of each prompt."""
+        ...
 
 
 class VLLM:
@@ -51,15 +51,11 @@ class VLLM:
         """`temperature` is that of rollouts. `options` are passed to vllm.LLM and override the settings made here."""
         vllm = import_vllm()
         settings = {
-            "model": folder,
-            "dtype": dtype,
-            "max_model_len": max_length,
-            "max_num_seqs": batch_size,
+            "model": folder, "dtype": dtype, "max_model_len": max_length, "max_num_seqs": batch_size,
             "logprobs_mode": "raw_logprobs" if temperature == 1 else "processed_logprobs",
-            "enable_prefix_caching": True,
             "generation_config": "vllm",  # ignores the model's own sampling defaults
-            "disable_log_stats": True,
-        }
+            "enable_prefix_caching": True, "disable_log_stats": True,
+        }  # fmt: skip
         self._sampling_params = vllm.SamplingParams
         self.engine: Any = vllm.LLM(**{**settings, **options})
 
@@ -81,30 +77,22 @@ class VLLM:
         G = params.num_generations
         requests = [
             self._sampling_params(
-                n=G,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                max_tokens=params.max_completion_length,
+                n=G, max_tokens=params.max_completion_length, logprobs=0,  # only that of the sampled token
+                temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
                 # vLLM gives the completions of a request consecutive seeds, starting with this one.
                 seed=(seed + position * G) % 2**63,
-                stop_token_ids=stop_ids,
-                ignore_eos=True,  # the stop tokens include it
-                stop=list(params.stop),
-                include_stop_str_in_output=True,
-                detokenize=bool(params.stop),
-                skip_special_tokens=False,
-                logprobs=0,  # only that of the sampled token
+                stop_token_ids=stop_ids, ignore_eos=True,  # the stop tokens include it
+                stop=list(params.stop), include_stop_str_in_output=True,
+                detokenize=bool(params.stop), skip_special_tokens=False,
             )
             for position in range(len(prompts))
-        ]
+        ]  # fmt: skip
         return [[sampled_tokens(output) for output in request.outputs] for request in self._run(prompts, requests)]
 
-    def _run(self, prompts: Texts, requests: list[Any]) -> list[Any]:
+    def _run(self, prompts: Texts, requests: list[Any]) -> Any:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         match_threads()
-        outputs: list[Any] = self.engine.generate(inputs, requests, use_tqdm=False)
-        return outputs
+        return self.engine.generate(inputs, requests, use_tqdm=False)
 
 
 def match_threads() -> None:
@@ -137,11 +125,8 @@ class VLLMEngine:
     def _check(self) -> None:
         """Compare sums of the tensors that vLLM keeps unchanged, and log-probabilities, which depend on all tensors."""
         ours, theirs = checksums(self.model), self.sampler.checksums()
-        wrong = [
-            name
-            for name in ours.keys() & theirs.keys()
-            if not abs(ours[name][0] - theirs[name][0]) <= CHECKSUM_TOLERANCE * ours[name][1]
-        ]
+        both = ours.keys() & theirs.keys()
+        wrong = [n for n in both if not abs(ours[n][0] - theirs[n][0]) <= CHECKSUM_TOLERANCE * ours[n][1]]
         gap = self._probe()
         if wrong or not gap <= PROBE_TOLERANCE[next(self.model.parameters()).dtype]:
             where = f"{wrong[0]} has another sum" if wrong else f"a log-probability differs by {gap:.2g}"
@@ -164,9 +149,8 @@ class VLLMEngine:
         if self._has != self.version():
             self.refresh()
         groups = self.sampler.generate(prompts, params, self.stop_ids, seed)
-        return [
-            [cut_off(self.tokenizer, *sampled, self.stop_ids, params.stop) for sampled in group] for group in groups
-        ]
+        ends = (self.stop_ids, params.stop)
+        return [[cut_off(self.tokenizer, tokens, logps, *ends) for tokens, logps in group] for group in groups]
 
 
 def import_vllm() -> Any:
