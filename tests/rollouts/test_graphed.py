@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hacrl.decoder import Backbone
-from hacrl.decoder.attention import Rule
-from hacrl.decoder.cache import Decode, Prefill, SharedCache
+from hacrl.decoder.attention import Decode, Prefill, Rule, SharedCache
 from hacrl.rollouts import graphed
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.graphed import Board, GraphDecode, GraphedEngine, bucket

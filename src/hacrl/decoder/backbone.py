@@ -68,14 +68,14 @@ class Backbone:
     def driven(self) -> Iterator[None]:
         """Context in which the model uses our attention and our leaner layers, and the model's GPU is the current one.
 
-        It is reentrant, and several threads may enter it at a time. Triton and CUDA graphs use the thread's current
-        GPU, wherever the tensors are.
+        It is reentrant, and several threads may enter it at a time.
         """
         with self.lock:
             self.entered += 1
             if self.entered == 1:
                 self._take_over()
         try:
+            # Triton and CUDA graphs use the thread's current GPU, wherever the tensors are.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 yield
         finally:

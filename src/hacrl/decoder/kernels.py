@@ -10,11 +10,9 @@ DECODE_BLOCK, DECODE_WARPS = 32, 2  # the fastest of seven pairs tried on an H20
 
 @triton.jit
 def _decode_attention_kernel(
-    query, key, value, prompt_key, prompt_value, own_key, own_value, output,
-    slot, prompt, length, step,
+    query, key, value, prompt_key, prompt_value, own_key, own_value, output, slot, prompt, length, step,
     query_b, query_h, key_b, key_h, value_b, value_h, output_b, output_h,
-    prompt_p, prompt_h, prompt_l, own_s, own_h, own_t,
-    scale, softcap, window,
+    prompt_p, prompt_h, prompt_l, own_s, own_h, own_t, scale, softcap, window,
     REP: tl.constexpr, D: tl.constexpr, REP_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -93,8 +91,7 @@ def decode_attention(
 @triton.jit
 def _sample_kernel(
     logits, from_row, source, slot, token, position, finished, stream, step, seed,
-    tokens, logps, lengths, stop_ids, num_stops,
-    V, logits_b, source_b, T, inverse_temperature,
+    tokens, logps, lengths, stop_ids, num_stops, V, logits_b, source_b, T, inverse_temperature,
     GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """Sample the next token of one row: log-sum-exp and Gumbel-max in one pass over its logits, then bookkeeping.

@@ -17,14 +17,12 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass
 class Packed:
-    """A batch of M completion tokens to predict, as one row of S tokens that holds each distinct prompt once.
-
-    The row does not contain the last token of a completion, because it predicts nothing.
-    """
+    """A batch of M completion tokens to predict, as one row of S tokens that holds each distinct prompt once."""
 
     shape: tuple[int, int]
     """(N, T): the number of completions, and of tokens in the longest."""
     ids_S: Tensor
+    """The row, without the last token of each completion, which predicts nothing."""
     position_S: Tensor
     """Position of each token in its own sequence, prompt included."""
     from_M: Tensor
@@ -45,12 +43,9 @@ class Packed:
 
     @classmethod
     def build(cls, prompts: Texts, completions: Texts, device: torch.device) -> "Packed":
-        first_of: dict[tuple[int, ...], int] = {}
-        size = 0
-        for prompt in map(tuple, prompts):
-            if prompt not in first_of:
-                first_of[prompt] = size
-                size += len(prompt)
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        *starts, size = itertools.accumulate(map(len, distinct), initial=0)
+        first_of = dict(zip(distinct, starts, strict=True))
         first_N = np.array([first_of[tuple(prompt)] for prompt in prompts])
         prompt_N, length_N = (np.array([len(text) for text in texts]) for texts in (prompts, completions))
         own_N = length_N - 1
@@ -59,7 +54,7 @@ class Packed:
         tokens = np.fromiter(itertools.chain.from_iterable(completions), np.int64, int(length_N.sum()))
         is_last = np.zeros(len(tokens), dtype=bool)
         is_last[length_N.cumsum() - 1] = True
-        ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in first_of), tokens[~is_last]])
+        ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in distinct), tokens[~is_last]])
 
         # The sequence of completion n: indices of its prompt, then its own.
         column_R = np.arange(R)

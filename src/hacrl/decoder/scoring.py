@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -83,10 +83,9 @@ class Captured:
     backward: torch.cuda.CUDAGraph | None
 
     def load(self, packed: Packed) -> None:
-        for field in fields(packed):
-            value = getattr(packed, field.name)
-            if isinstance(value, Tensor) and field.name != "at_M":
-                getattr(self.packed, field.name).copy_(value)
+        for name, memory in vars(self.packed).items():
+            if isinstance(memory, Tensor) and name != "at_M":
+                memory.copy_(getattr(packed, name))
 
 
 class GraphedScorer(Scorer):
@@ -98,8 +97,7 @@ class GraphedScorer(Scorer):
     def __init__(self, backbone: Backbone, entropy_gradient: bool = False) -> None:
         super().__init__(backbone, entropy_gradient)
         self.captured: dict[tuple[object, ...], Captured] = {}
-        self.warm, self.moved = False, backbone.moved
-        self.pool = torch.cuda.graph_pool_handle()
+        self.warm, self.moved, self.pool = False, backbone.moved, torch.cuda.graph_pool_handle()
         self.anchor = torch.zeros((), device=backbone.device, requires_grad=True)
         # In a small model a pass of fewer tokens is not faster, and each new shape needs a capture.
         parameters = sum(parameter.numel() for parameter in backbone.model.parameters())

@@ -54,9 +54,8 @@ class GenerateEngine:
         # Replaces the model's own generation config, whose penalties and other options would change the distribution.
         published, model.generation_config = model.generation_config, config
         try:
-            generated_BS = model.generate(
-                input_ids=ids_BL, attention_mask=mask_BL, logits_processor=LogitsProcessorList([chooser])
-            )
+            choosers = LogitsProcessorList([chooser])
+            generated_BS = model.generate(input_ids=ids_BL, attention_mask=mask_BL, logits_processor=choosers)
         finally:
             model.generation_config = published
         sampled = zip(generated_BS[:, ids_BL.shape[1] :].tolist(), torch.stack(chooser.logps, 1).tolist(), strict=True)
@@ -67,8 +66,7 @@ class Chooser(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that chooses each token with its own random numbers and leaves `generate` no other choice."""
 
     def __init__(self, uniform_BT: Tensor, params: SamplingParams) -> None:
-        self.uniform_BT, self.params = uniform_BT, params
-        self.logps: list[Tensor] = []
+        self.uniform_BT, self.params, self.logps = uniform_BT, params, list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         t = len(self.logps)

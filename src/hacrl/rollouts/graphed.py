@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone, kernels
-from hacrl.decoder.attention import Rule
-from hacrl.decoder.cache import SharedCache
+from hacrl.decoder.attention import Rule, SharedCache
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
 from hacrl.rollouts.native import Batch, NativeEngine, Sampled
@@ -42,14 +41,10 @@ class Board:
     """The tensors that CUDA graphs read and write. The last slot is for rows that only fill up a bucket."""
 
     def __init__(self, P: int, L: int, slots: int, T: int, stop_ids: Sequence[int], device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        rows = slots - 1
+        rows, zeros = slots - 1, partial(torch.zeros, dtype=torch.long, device=device)
         self.ids_PL, self.length_P = zeros(P, L), zeros(P)
         self.token_B, self.position_B, self.slot_B, self.prompt_B = (zeros(rows) for _ in range(4))
-        self.place_B = torch.arange(rows, device=device)
-        self.step, self.seed = zeros(1), zeros(1)
+        self.place_B, self.step, self.seed = torch.arange(rows, device=device), zeros(1), zeros(1)
         # One entry for each slot: its sampled tokens, whether it is finished, and which completion it holds.
         self.tokens_NT, self.logps_NT = zeros(slots, T, dtype=torch.int32), zeros(slots, T, dtype=torch.float32)
         self.length_N, self.finished_N = (zeros(slots, dtype=torch.int32) for _ in range(2))
@@ -79,10 +74,9 @@ class GraphedEngine(NativeEngine):
     def __init__(self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
         super().__init__(backbone, tokenizer, stop_ids, batch_size)
         self.board: Board | None = None
-        self.moved = backbone.moved
+        self.moved, self.pool = backbone.moved, torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.run_before: set[tuple[object, ...]] = set()
-        self.pool = torch.cuda.graph_pool_handle()
 
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
         T, N, P, device = params.max_completion_length, len(batch.row_N), len(batch.prompts), self.backbone.device

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone
-from hacrl.decoder.cache import Decode, Prefill, SharedCache
+from hacrl.decoder.attention import Decode, Prefill, SharedCache
 from hacrl.decoder.packing import Texts
 from hacrl.rollouts.engine import SamplingParams, choose_tokens, length_at_stop, require_finite, uniform_numbers
 from hacrl.rollouts.rollout import Completion, FinishReason
@@ -29,9 +29,7 @@ class Batch:
     @classmethod
     def of(cls, prompts: Texts, wanted: Sequence[int], G: int) -> "Batch":
         """Make a batch with G completions of each wanted prompt. A prompt that is wanted twice is read once."""
-        index: dict[tuple[int, ...], int] = {}
-        for i in wanted:
-            index.setdefault(tuple(prompts[i]), len(index))
+        index = {prompt: p for p, prompt in enumerate(dict.fromkeys(tuple(prompts[i]) for i in wanted))}
         pairs = [(index[tuple(prompts[i])], i * G + g) for i in wanted for g in range(G)]
         pairs.sort(key=lambda pair: pair[0])
         return cls([list(prompt) for prompt in index], torch.tensor([p for p, _ in pairs]), [row for _, row in pairs])
@@ -92,8 +90,7 @@ class NativeEngine:
         tokens_NT = torch.zeros(N, T, dtype=torch.long, device=device)
         logps_NT = torch.zeros(N, T, device=device)
         length_N = torch.full((N,), T, device=device)
-        stopped: set[int] = set()
-        stop_ids = torch.tensor(self.stop_ids, device=device)
+        stop_ids, stopped = torch.tensor(self.stop_ids, device=device), set[int]()
         row_B, finished_B = torch.arange(N, device=device), torch.zeros(N, dtype=torch.bool, device=device)
         for t in range(T):
             token_B, logp_B = choose_tokens(logits_BV, params, uniform_NT[row_B, t])

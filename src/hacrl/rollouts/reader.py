@@ -69,8 +69,7 @@ class Reader:
     ) -> tuple[dict[int, list[int]], dict[int, str]]:
         """Return completions in this agent's tokens, and why others are dropped, by row; `prompts` are its tokens."""
         ends = {r.prompt_index: self.retokenizer.end_of(prompts[r.prompt_index]) for r in rollouts if r.source != agent}
-        tokens: dict[int, list[int]] = {}
-        dropped: dict[int, str] = {}
+        tokens, dropped = dict[int, list[int]](), dict[int, str]()
         for row, rollout in enumerate(rollouts):
             try:
                 own = rollout.source == agent

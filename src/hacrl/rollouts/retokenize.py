@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -117,16 +117,13 @@ class Retokenizer:
             raise Dropped("empty")
         if "\ufffd" in text:
             raise Dropped("broken_text")  # the source was cut off inside a character
-        ids = self._tokens(text)
+        tokens = partial(self.tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+        ids: list[int] = tokens(text)
         if not self._reads(ids, text, end):  # a tokenizer may put a space before the first word
-            before, whole = self._tokens(end.text), self._tokens(end.text + text)
+            before, whole = tokens(end.text), tokens(end.text + text)
             ids = whole[len(before) :]
             if whole[: len(before)] != before or not self._reads(ids, text, end):
                 raise Dropped("not_reversible")
-        return ids
-
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
 
     def _reads(self, ids: list[int], text: str, end: PromptEnd) -> bool:
