@@ -14,11 +14,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
-from hacrl.algorithms.foreign import mean_over_tokens, own_or_foreign, unbounded
+from hacrl.algorithms.algorithm import Algorithm, Explanation
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.importance import LOG_RATIO_LIMIT, k3_kl
+from hacrl.algorithms.terms import LOG_RATIO_LIMIT, Sequences, Terms, k3_kl, mean_over_tokens, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
@@ -57,18 +55,17 @@ class FTIS(Algorithm):
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def explain(self, num_agents: int) -> Explanation:
+        decision = (
+            "Decision: F-TIS is not defined between agents with different tokenizers; there a source's log-probability "
+            "is spread evenly over the learner's tokens (algorithm.spread)."
+        )
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             weight=(
                 "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
                 f"its source, at most {self.cap:g}; s does not affect it."
             ),
-            decision=(
-                "Decision: F-TIS is not defined between agents with different tokenizers; there a source's "
-                "log-probability is spread evenly over the learner's tokens (algorithm.spread)."
-            )
-            if self.spread
-            else None,
+            decision=decision if self.spread else None,
             wrong_filter=(
                 "A foreign rollout with A < 0 is left out where the KL divergence between its source and the learner "
                 f"is above {self.kl_max:g} per token."

@@ -4,8 +4,8 @@ The paper's names for them, and the functions that compute them:
 
 1. agent-capability-aware advantage estimation    advantage.capability_advantages
 2. model capabilities discrepancy coefficient     omega(j, k) on foreign rollouts: HACPO.coefficients
-3. exponential importance sampling                importance.exponential_ratio
-4. stepwise clipping                              clipping.stepwise_clip
+3. exponential importance sampling                terms.exponential_ratio
+4. stepwise clipping                              terms.stepwise_clip
 
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, capability_advantages
-from hacrl.algorithms.algorithm import CapabilityAware, Sequences, Terms, means_by_source
-from hacrl.algorithms.capability import capability_sentence, shifted
-from hacrl.algorithms.clipping import stepwise_clip, stepwise_lower_bound
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
-from hacrl.algorithms.foreign import own_or_foreign
+from hacrl.algorithms.algorithm import CapabilityAware, Explanation, ratio_sentence
+from hacrl.algorithms.capability import shifted
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.importance import exponential_ratio, has_gradient, sequence_log_ratio
+from hacrl.algorithms.terms import (
+    Sequences,
+    Terms,
+    banded,
+    exponential_ratio,
+    has_gradient,
+    means_by_source,
+    own_or_foreign,
+    sequence_log_ratio,
+    stepwise_clip,
+    stepwise_lower_bound,
+)
 
 
 @dataclass(frozen=True)
@@ -63,26 +71,20 @@ class HACPO(CapabilityAware):
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
         if self.cross_clip and self.cross_weight > 0 and last >= 1 - 1e-12 and not self.allow_closed_band:
+            small = 0.999 * self.delta / max(updates_per_step - 1, 1)
             raise ValueError(
-                f"with delta {self.delta} and delta_step {self.delta_step} the band of foreign "
-                f"ratios closes before the last of the {updates_per_step} updates of a step; use a "
-                f"delta_step below {0.999 * self.delta / max(updates_per_step - 1, 1):.3g}, fewer updates (a larger "
-                "rollouts_per_update), or allow_closed_band: true"
+                f"with delta {self.delta} and delta_step {self.delta_step} the band of foreign ratios closes before "
+                f"the last of the {updates_per_step} updates of a step; use a delta_step below {small:.3g}, fewer "
+                "updates (a larger rollouts_per_update), or allow_closed_band: true"
             )
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
-        return capability_advantages(
-            shifted(rewards_N, self.reward_min),
-            prompt_N,
-            source_N,
-            learner,
-            omega_KK if self.baseline == "capability" else torch.ones_like(omega_KK),
-            self.cross_baseline,
-            self.baseline_guard,
-            self.scale_rewards,
-        )
+        rewards_N = shifted(rewards_N, self.reward_min)
+        omega_KK = omega_KK if self.baseline == "capability" else torch.ones_like(omega_KK)
+        options = self.cross_baseline, self.baseline_guard, self.scale_rewards
+        return capability_advantages(rewards_N, prompt_N, source_N, learner, omega_KK, *options)
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
         """omega(j, k) = C_j / C_k for a rollout of source j: the reciprocal of the omega in the baseline."""
@@ -92,19 +94,14 @@ class HACPO(CapabilityAware):
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
-        foreign = self._foreign_terms(sequences, update)
-        return own_or_foreign(sequences.own_N, own, foreign)
+        return own_or_foreign(sequences.own_N, own, self._foreign_terms(sequences, update))
 
     def _foreign_terms(self, sequences: Sequences, update: int) -> Terms:
         """c * stopgrad(min(c, 1))^alpha * omega(j, k) * A with c = clip(s, lo_u, 1), or c = s without a band."""
-        in_bytes = self.ratio_unit == "byte"
-        bytes_N = sequences.bytes_N.clamp(min=1)
-        log_ratio_N = sequence_log_ratio(
-            sequences.logp_N,
-            bytes_N if in_bytes else sequences.length_N,
-            sequences.old_logp_N,
-            bytes_N if in_bytes else sequences.old_length_N,
-        )
+        length_N, old_length_N = sequences.length_N, sequences.old_length_N
+        if self.ratio_unit == "byte":
+            length_N = old_length_N = sequences.bytes_N.clamp(min=1)
+        log_ratio_N = sequence_log_ratio(sequences.logp_N, length_N, sequences.old_logp_N, old_length_N)
         ratio_N, kept_N = log_ratio_N.exp(), has_gradient(log_ratio_N)
         lower, upper = 0.0, torch.inf
         if self.cross_clip:
@@ -112,29 +109,19 @@ class HACPO(CapabilityAware):
             ratio_N, inside_N = stepwise_clip(ratio_N, lower)
             kept_N = kept_N & inside_N
         weight_N = exponential_ratio(ratio_N, self.alpha) * sequences.omega_N
-        return Terms(
-            weight_N * sequences.advantage_N,
-            log_ratio_N.detach(),
-            torch.full_like(log_ratio_N, lower),
-            torch.full_like(log_ratio_N, upper),
-            kept_N,
-            weight_N.detach(),
-        )
+        return banded(weight_N * sequences.advantage_N, log_ratio_N, lower, upper, kept_N, weight_N)
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
-        """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
         return means_by_source(source_N, learner, self.cross_weight)
 
     def explain(self, num_agents: int) -> Explanation:
-        omega = self._omega_sentence()
+        omega, in_bytes = self._omega_sentence(), "foreign ones per byte of the text, own ones per token"
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
-            ratio=ratio_sentence("foreign ones per byte of the text, own ones per token")
-            if self.ratio_unit == "byte"
-            else ratio_sentence(),
+            ratio=ratio_sentence(in_bytes) if self.ratio_unit == "byte" else ratio_sentence(),
             weight=self._weight_sentence(),
             band=self._band_sentence() if self.cross_clip else None,
-            capability=capability_sentence(self.capability, self.reward_min, used=omega is not None),
+            capability=self.capability.sentence(self.reward_min, used=omega is not None),
             omega=omega,
             decision=self._decision(num_agents) if num_agents > 2 else None,
         )
@@ -143,9 +130,8 @@ class HACPO(CapabilityAware):
         power = f"s to the power of {1 + self.alpha:g}"
         if not self.cross_clip:
             power = f"s times min(s, 1) to the power of {self.alpha:g}"
-        return (
-            f"A foreign rollout has the weight {power if self.alpha else 's'}{', times ω' if self.cross_omega else ''}."
-        )
+        omega = ", times ω" if self.cross_omega else ""
+        return f"A foreign rollout has the weight {power if self.alpha else 's'}{omega}."
 
     def _band_sentence(self) -> str:
         lower = f"{1 - self.delta:g}"

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
+from hacrl.algorithms.algorithm import Algorithm, Explanation, ratio_sentence
+from hacrl.algorithms.capability import CapabilityOptions
 from hacrl.algorithms.grpo import grpo_terms
 from hacrl.algorithms.spans import LONGEST_SPAN, Reading, log_gap
+from hacrl.algorithms.terms import Sequences, Terms
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class OPD(Algorithm):
         if self.teachers == "all":
             return others
         own = capabilities[learner]
-        return [
-            j for j in others if own is not None and (capability := capabilities[j]) is not None and capability > own
-        ]
+        return [j for j in others if own is not None and (theirs := capabilities[j]) is not None and theirs > own]
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
@@ -55,8 +53,7 @@ class OPD(Algorithm):
         return replace(found, advantage_N=self.reward_weight * found.advantage_N)
 
     def token_advantages(self, own: Reading, others: Sequence[Reading | None]) -> Tensor:
-        readers = sum(other is not None for other in others)
-        unread = [math.nan] * len(own.logps)
+        readers, unread = sum(other is not None for other in others), [math.nan] * len(own.logps)
         gaps = [unread if other is None else log_gap(own, other) for other in others]
         gap_JT = torch.tensor(gaps, dtype=torch.float64).view(len(others), len(own.logps))
         return self.weight / max(readers, 1) * gap_JT.clamp(-self.clamp, self.clamp)
@@ -82,5 +79,5 @@ class OPD(Algorithm):
                 "mean over its tokens. Each token has as its weight its own ratio, of now to when it was sampled, "
                 f"{band}"
             ),
-            capability=capability_sentence(CapabilityOptions(), used=self.teachers == "stronger"),
+            capability=CapabilityOptions().sentence(used=self.teachers == "stronger"),
         )

@@ -14,7 +14,7 @@ their own rollouts. Common forms:
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hacrl.algorithms.explanation import Explanation
+from hacrl.algorithms.algorithm import Explanation
 from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.imitation import Imitation, middle
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
-from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
+from hacrl.algorithms.algorithm import Algorithm, Explanation
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
