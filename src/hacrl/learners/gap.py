@@ -19,11 +19,9 @@ def note(batch: Minibatch, sequences: Sequences, terms: Terms, notes: Notes) -> 
     recorded_NT = batch.recorded_NT.to(sequences.logp_NT.device)
     gap_NT = (sequences.logp_NT.detach() - recorded_NT).abs() * sequences.mask_NT
     ratio_N = terms.log_ratio_N.exp()
-    notes.note("gap", gap_NT.sum())
-    notes.note("gap_max", gap_NT.max())
-    notes.note("gap_tokens", batch.num_tokens)
-    notes.note("gap_clipped", ((ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)).sum())
-    notes.note("gap_rollouts", len(batch))
+    clipped_N = (ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)
+    notes.note(gap=gap_NT.sum(), gap_max=gap_NT.max(), gap_tokens=batch.num_tokens)
+    notes.note(gap_clipped=clipped_N.sum(), gap_rollouts=len(batch))
 
 
 def note_ahead(rollouts: Minibatch, algorithm: Algorithm, device: torch.device, notes: Notes) -> None:
@@ -32,8 +30,7 @@ def note_ahead(rollouts: Minibatch, algorithm: Algorithm, device: torch.device, 
         return
     batch = rollouts.where(~rollouts.ahead_NT.isnan().any(1))
     assert batch.ahead_NT is not None
-    length_N = torch.tensor(list(map(len, batch.completions)))
-    mask_NT = torch.arange(batch.ahead_NT.shape[1]) < length_N[:, None]
+    mask_NT = torch.arange(batch.ahead_NT.shape[1]) < batch.length_N[:, None]
     sequences = batch.sequences(batch.ahead_NT.to(device), mask_NT.to(device))
     note(batch, sequences, algorithm.terms(sequences, 0), notes)
 
@@ -52,23 +49,18 @@ def weigh(own: Minibatch, largest: float, notes: Notes) -> None:
         difference = (own.old_logp_NT[n, : len(ids)] - own.recorded_NT[n, : len(ids)]).numpy()
         ratio = min(math.exp(float(np.mean(difference))), largest)
         own.mean_weight_N[n] *= ratio
-        notes.note("sampler_ratio", ratio)
-        notes.note("sampler_ratios", 1)
+        notes.note(sampler_ratio=ratio, sampler_ratios=1)
 
 
 def check(config: AgentConfig, step: int, notes: Notes) -> None:
     """Raise UserError, before any update, if the sampler and the learner do not have the same policy."""
     found = notes.logprob_gap()
-    if not found:
-        return
-    gap, clipped = found["logprob_gap"], found["logprob_gap_clipped"]
+    gap, clipped = found.get("logprob_gap", 0.0), found.get("logprob_gap_clipped", 0.0)
     if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
-        advice = "a wider algorithm.epsilon and epsilon_high"
-        if not config.recomputes_logprobs:
-            advice = f"recompute_logprobs: true, or {advice}"
+        recompute = "" if config.recomputes_logprobs else "recompute_logprobs: true, or "
         raise UserError(
-            f"Agent {config.id}, step {step}: the log-probabilities recorded while sampling differ "
-            f"from the learner's by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and "
-            f"{clipped:.0%} of its own rollouts are outside the clip before any update (at most "
-            f"{MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios would be noise. Use dtype: float32, or {advice}."
+            f"Agent {config.id}, step {step}: the log-probabilities recorded while sampling differ from the learner's "
+            f"by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and {clipped:.0%} of its own "
+            f"rollouts are outside the clip before any update (at most {MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios "
+            f"would be noise. Use dtype: float32, or {recompute}a wider algorithm.epsilon and epsilon_high."
         )

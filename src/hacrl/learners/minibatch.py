@@ -42,6 +42,10 @@ class Texts:
         return replace(self, **picked)
 
     @property
+    def length_N(self) -> Tensor:
+        return torch.tensor(list(map(len, self.completions)))
+
+    @property
     def num_tokens(self) -> int:
         return sum(map(len, self.completions))
 
@@ -55,11 +59,8 @@ class Texts:
         for prompt, length in zip(prompt_of, lengths, strict=True):
             longest[prompt] = max(longest[prompt], length)
         order = sorted(range(len(self)), key=lambda n: (longest[prompt_of[n]], prompt_of[n], lengths[n]))
-        costs, last = [], None
-        for n in order:
-            costs.append(lengths[n] + (0 if prompt_of[n] == last else len(self.prompts[n])))
-            last = prompt_of[n]
-        return order, costs
+        first = {prompt_of[n]: n for n in reversed(order)}  # its pass also takes the tokens of the prompt
+        return order, [lengths[n] + (len(self.prompts[n]) if n == first[prompt_of[n]] else 0) for n in order]
 
 
 def texts_of(prompts: Mapping[int, list[int]], prompt_of: Mapping[int, int], tokens: Mapping[int, list[int]]) -> Texts:
@@ -106,10 +107,9 @@ class Minibatch(Texts):
     @classmethod
     def of(cls, lesson: Lesson, prompts: Mapping[int, list[int]], tokens: dict[int, list[int]], learner: int) -> Self:
         """Make a minibatch of the rollouts that the learner can use: those with `tokens`, by row."""
-        rows = list(tokens)
-        rollouts, completions = [lesson.rollouts[row] for row in rows], list(tokens.values())
-        own = [rollout.source == learner for rollout in rollouts]
-        added = lesson.token_advantages
+        rows, completions = list(tokens), list(tokens.values())
+        rollouts = [lesson.rollouts[row] for row in rows]
+        own, added = [rollout.source == learner for rollout in rollouts], lesson.token_advantages
         teaches_N = lesson.advantage_N[rows] != 0
         if added is not None:
             teaches_N = teaches_N | torch.tensor([bool(added[row].any()) for row in rows], dtype=torch.bool)
@@ -156,22 +156,12 @@ class Minibatch(Texts):
 
     def sequences(self, logp_NT: Tensor, mask_NT: Tensor) -> Sequences:
         """The input of an algorithm's terms, given the learner's log-probabilities."""
-        device = mask_NT.device
-        table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.advantage_N, self.omega_N, self.own_N.double()]
-        old_logp_N, old_length_N, bytes_N, advantage_N, omega_N, own_N = torch.stack(table).to(device)  # one transfer
-        added = self.token_advantage_NT
-        return Sequences(
-            logp_NT=logp_NT,
-            mask_NT=mask_NT,
-            old_logp_N=old_logp_N,
-            old_length_N=old_length_N,
-            bytes_N=bytes_N,
-            own_N=own_N.bool(),
-            advantage_N=advantage_N,
-            omega_N=omega_N,
-            old_logp_NT=self.old_logp_NT.to(device),
-            token_advantage_NT=None if added is None else added.to(device),
-        )
+        device, added = mask_NT.device, self.token_advantage_NT
+        table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.own_N.double(), self.advantage_N, self.omega_N]
+        old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N = torch.stack(table).to(device)  # one transfer
+        old_logp_NT, own_N = self.old_logp_NT.to(device), own_N.bool()
+        per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
+        return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, None if added is None else added.to(device))
 
 
 def _spread(rollout: Rollout, ids: list[int]) -> Sequence[float]:

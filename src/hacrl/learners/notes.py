@@ -21,8 +21,9 @@ class Notes:
         self.figures: defaultdict[str, list[float | Tensor]] = defaultdict(list)
         self.records: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def note(self, name: str, value: float | Tensor) -> None:
-        self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
+    def note(self, **figures: float | Tensor) -> None:
+        for name, value in figures.items():
+            self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
 
     def add(self, *others: "Notes") -> None:
         for other in others:
@@ -39,9 +40,6 @@ class Notes:
 
     def sum(self, name: str) -> float:
         return sum(self._values(name), 0.0)
-
-    def max(self, name: str) -> float:
-        return max(self._values(name))
 
     def _values(self, name: str) -> list[float]:
         values = self.figures[name]
@@ -81,7 +79,7 @@ class Notes:
             return {}
         return {
             "logprob_gap": self.sum("gap") / self.sum("gap_tokens"),
-            "logprob_gap_max": self.max("gap_max"),
+            "logprob_gap_max": max(self._values("gap_max")),
             "logprob_gap_clipped": self.sum("gap_clipped") / self.sum("gap_rollouts"),
         }
 
@@ -89,24 +87,19 @@ class Notes:
 class StepNotes:
     """Notes of one step: those of all its updates, and figures of each update."""
 
-    def __init__(self, step: int, stale: bool) -> None:
-        self.step = step
+    def __init__(self, stale: bool) -> None:
         self.stale = stale
         """Whether the learner has made updates since it sampled its own rollouts."""
-        self.made = 0
-        self.nonfinite = 0
+        self.made = self.nonfinite = 0
         self.objectives: list[float] = []
         """Objective of each update made so far."""
-        self._notes = Notes()
+        self.notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
 
     @property
     def first(self) -> bool:
         """Whether the weights are still those at the start of the step."""
         return self.made == 0 and self.nonfinite == 0
-
-    def add(self, notes: Notes) -> None:
-        self._notes.add(notes)
 
     def note_update(self, objective: float, total: float, parts: dict[str, float]) -> None:
         """Note an update: norms of the gradient, of its own and its foreign part, and the angle between them."""
@@ -117,16 +110,15 @@ class StepNotes:
             self._gradients[f"grad_norm_{name}"].append(norm)
         if len(parts) == 2 and min(parts.values()) > 0:
             own, foreign = parts["own"], parts["foreign"]
-            # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
-            cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)
+            cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)  # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
             self._gradients["grad_cosine"].append(min(max(cosine, -1.0), 1.0))
 
     def records(self) -> dict[str, np.ndarray]:
         """One entry for each rollout and update, as columns."""
-        return {name: torch.cat(parts).cpu().numpy() for name, parts in self._notes.records.items()}
+        return {name: torch.cat(parts).cpu().numpy() for name, parts in self.notes.records.items()}
 
     def metrics(self) -> dict[str, float]:
-        notes = self._notes
+        notes = self.notes
         metrics = {
             "updates": self.made,
             "nonfinite_updates": self.nonfinite,
@@ -134,12 +126,7 @@ class StepNotes:
             "tokens_forward": notes.sum("forward"),
             "loss": -float(np.mean(self.objectives)) if self.objectives else math.nan if self.nonfinite else 0.0,
         }
-        for name, figure, count in (
-            ("entropy", "entropy", "entropy_tokens"),
-            ("sampler_ratio", "sampler_ratio", "sampler_ratios"),
-            ("kl", "kl", "kl_rollouts"),
-        ):
-            if notes.sum(count):
-                metrics[name] = notes.sum(figure) / notes.sum(count)
+        counts = {"entropy": "entropy_tokens", "sampler_ratio": "sampler_ratios", "kl": "kl_rollouts"}
+        metrics |= {name: notes.sum(name) / notes.sum(count) for name, count in counts.items() if notes.sum(count)}
         metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}
         return metrics | notes.logprob_gap()

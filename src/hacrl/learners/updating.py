@@ -1,6 +1,7 @@
 """Updates of a model, for any objective: passes that fit into memory, gradients added up, an optimizer step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,8 +31,7 @@ class Updater:
         """Tokens in one forward and backward pass if `micro_batch_size` is not set; chosen in the first step."""
         self.device = weights.working[0].device
         self.new_optimizer()
-        self.updates = 0
-        self.nonfinite_in_a_row = 0
+        self.updates = self.nonfinite_in_a_row = 0
 
     def new_optimizer(self) -> None:
         """Start with a new optimizer, without memory of earlier updates."""
@@ -46,15 +46,14 @@ class Updater:
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         """Divide items into batches, one for each pass. `tokens` is what each adds to a pass with those before it."""
         if not self.batch_tokens:  # this also decides whether activations are kept
-            self.batch_tokens = self.ranks.least(self.policy.choose_batch_tokens())
+            self.batch_tokens = min(self.ranks.gather([self.policy.choose_batch_tokens()]))
         size = self.micro_batch_size
         if size is not None:
             yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
             return
         # As few batches as memory allows, of about the same size, and equally many for each worker.
         total, workers = sum(tokens), self.policy.workers
-        count = -(-total // self.batch_tokens)
-        count = -(-count // workers) * workers
+        count = -(-total // (self.batch_tokens * workers)) * workers
         batch: list[Item] = []
         taken = 0.0
         for item, own in zip(ordered, tokens, strict=True):
@@ -77,20 +76,20 @@ class Updater:
         self, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[Tensor, Result]]
     ) -> list[Result]:
         """Add the gradient of each batch's loss; return what `loss_of` returns besides the loss."""
-        weights, workers = self.weights, self.policy.workers
+        weights = self.weights
 
         def work(batch: Batch, counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
-            """Do one pass. Parallel workers must not add to the same tensors, nor in a random order."""
             loss, said = loss_of(batch)
-            if counts and workers > 1:
+            if (
+                counts and self.policy.workers > 1
+            ):  # parallel workers must not add to the same tensors, nor in a random order
                 return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
             (loss if counts else 0 * loss).backward()
             weights.collect()
             return (said if counts else None), None
 
         results = []
-        shares = [self.ranks.share(batch) for batch in batches]
-        for said, gradients in self.ranks.gather(side_by_side(work, shares, workers)):
+        for said, gradients in self.passes(batches, work):
             if said is not None:
                 results.append(said)
             if gradients is not None:
@@ -99,7 +98,7 @@ class Updater:
                 weights.collect()
         return results
 
-    def attempts(self, step: int) -> Iterator["Attempt"]:
+    def attempts(self, step: int) -> Iterator[AbstractContextManager[None]]:
         """Repeat a block until it fits into memory, with smaller batches each time. Gradients are set to 0 before each.
 
         for attempt in self.attempts(step):
@@ -107,27 +106,36 @@ class Updater:
         """
         while True:
             self.weights.zero_grad()
-            attempt = Attempt(self)
-            yield attempt
-            if attempt.remedy is None:
+            remedies: list[str] = []
+            yield self._attempt(remedies)
+            if not remedies:
                 return
             # Only here, after the block, the error is gone, and with it the memory that its frames held.
             self.policy.free_memory()
-            warn(f"Agent {self.config.id}: out of memory in step {step}; {attempt.remedy}.")
+            warn(f"Agent {self.config.id}: out of memory in step {step}; {remedies[0]}.")
+
+    @contextmanager
+    def _attempt(self, remedies: list[str]) -> Iterator[None]:
+        """Catch an out-of-memory error if batches can be made smaller, and add what was done to `remedies`."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            remedy = self.make_batches_smaller()
+            if remedy is None:
+                raise
+            remedies.append(remedy)
 
     def make_batches_smaller(self) -> str | None:
         """Halve the batches after running out of memory; return what was done, or None if they cannot be smaller."""
         if self.ranks.size > 1:
             return None  # the other ranks are in the middle of the pass
-        if self.micro_batch_size is not None:
-            if self.micro_batch_size == 1:
-                return None
+        if self.micro_batch_size is not None and self.micro_batch_size > 1:
             self.micro_batch_size //= 2
             return f"micro_batch_size is now {self.micro_batch_size}"
-        if self.batch_tokens < 64:
-            return None
-        self.batch_tokens //= 2
-        return f"a pass now takes {self.batch_tokens} tokens"
+        if self.micro_batch_size is None and self.batch_tokens >= 64:
+            self.batch_tokens //= 2
+            return f"a pass now takes {self.batch_tokens} tokens"
+        return None
 
     # --- the update --------------------------------------------------------------------------------
 
@@ -150,32 +158,12 @@ class Updater:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
-        }
+        counts = {"updates": self.updates, "nonfinite_in_a_row": self.nonfinite_in_a_row}
+        return {"optimizer": self.optimizer.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
-        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
-
-
-class Attempt:
-    """A context that catches an out-of-memory error if batches can be made smaller."""
-
-    def __init__(self, updater: Updater) -> None:
-        self.updater = updater
-        self.remedy: str | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, torch.OutOfMemoryError):
-            self.remedy = self.updater.make_batches_smaller()
-        return self.remedy is not None
+        self.updates, self.nonfinite_in_a_row = state["updates"], state["nonfinite_in_a_row"]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -208,13 +196,12 @@ def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torc
     on_cuda = weights[0].device.type == "cuda"
     if config.optimizer == "adamw":
         return torch.optim.AdamW(weights, fused=on_cuda, **options)
+    needs = f"agents.{config.id}.optimizer: adamw_8bit needs"
     try:
         import bitsandbytes
     except ImportError:
-        raise UserError(
-            f"agents.{config.id}.optimizer: adamw_8bit needs the package bitsandbytes: pip install 'hacrl[8bit]'."
-        ) from None
+        raise UserError(f"{needs} the package bitsandbytes: pip install 'hacrl[8bit]'.") from None
     if not on_cuda:
-        raise UserError(f"agents.{config.id}.optimizer: adamw_8bit needs a GPU (CUDA). Use adamw on a CPU.")
+        raise UserError(f"{needs} a GPU (CUDA). Use adamw on a CPU.")
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(weights, **options)
     return optimizer
