@@ -76,13 +76,11 @@ class Updater:
         self, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[Tensor, Result]]
     ) -> list[Result]:
         """Add the gradient of each batch's loss; return what `loss_of` returns besides the loss."""
-        weights = self.weights
+        weights, workers = self.weights, self.policy.workers  # a worker itself would see one thread
 
         def work(batch: Batch, counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
             loss, said = loss_of(batch)
-            if (
-                counts and self.policy.workers > 1
-            ):  # parallel workers must not add to the same tensors, nor in a random order
+            if counts and workers > 1:  # parallel workers must not add to the same tensors, nor in a random order
                 return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
             (loss if counts else 0 * loss).backward()
             weights.collect()
