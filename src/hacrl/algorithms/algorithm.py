@@ -58,10 +58,8 @@ class Explanation:
 
 def ratio_sentence(unit: str = "each per token of its own") -> str:
     """A sentence that explains s when it compares with the probability that the source recorded."""
-    return (
-        "s compares how likely a rollout is for the learner with how likely it was for its source when it was sampled, "
-        f"{unit}; at 1 they agree."
-    )
+    now, then = "how likely a rollout is for the learner", "how likely it was for its source when it was sampled"
+    return f"s compares {now} with {then}, {unit}; at 1 they agree."
 
 
 @dataclass(frozen=True)
@@ -213,3 +211,11 @@ class CapabilityAware(Algorithm):
 
     def omega(self, capabilities: list[float | None]) -> Tensor:
         return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
+
+
+def means_by_source(source_N: Tensor, learner: int, cross_weight: float) -> Tensor:
+    """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
+    count_K = torch.bincount(source_N, minlength=learner + 1).to(torch.float64)
+    factor_K = torch.full_like(count_K, cross_weight)
+    factor_K[learner] = 1.0
+    return (factor_K / count_K.clamp(min=1))[source_N]

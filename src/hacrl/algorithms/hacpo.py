@@ -4,8 +4,8 @@ The paper's names for them, and the functions that compute them:
 
 1. agent-capability-aware advantage estimation    advantage.capability_advantages
 2. model capabilities discrepancy coefficient     omega(j, k) on foreign rollouts: HACPO.coefficients
-3. exponential importance sampling                terms.exponential_ratio
-4. stepwise clipping                              terms.stepwise_clip
+3. exponential importance sampling                exponential_ratio
+4. stepwise clipping                              stepwise_clip
 
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
@@ -17,21 +17,28 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, capability_advantages
-from hacrl.algorithms.algorithm import CapabilityAware, Explanation, ratio_sentence
+from hacrl.algorithms.algorithm import CapabilityAware, Explanation, means_by_source, ratio_sentence
 from hacrl.algorithms.capability import shifted
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.terms import (
-    Sequences,
-    Terms,
-    banded,
-    exponential_ratio,
-    has_gradient,
-    means_by_source,
-    own_or_foreign,
-    sequence_log_ratio,
-    stepwise_clip,
-    stepwise_lower_bound,
-)
+from hacrl.algorithms.terms import Sequences, Terms, banded, has_gradient, own_or_foreign, sequence_log_ratio
+
+
+def exponential_ratio(ratio_N: Tensor, alpha: float) -> Tensor:
+    """s * stopgrad(min(s, 1))^alpha, HACPO's exponential importance sampling; with a band, s is already clipped to it.
+
+    The less likely an answer is for the learner, the less the learner moves.
+    """
+    return ratio_N * ratio_N.detach().clamp(max=1.0) ** alpha
+
+
+def stepwise_lower_bound(update: int, delta: float, delta_step: float) -> float:
+    """lo_u = min(1 - delta + u * delta_step, 1), where u counts the updates already made in this step."""
+    return min(1.0 - delta + update * delta_step, 1.0)
+
+
+def stepwise_clip(ratio_N: Tensor, lower: float) -> tuple[Tensor, Tensor]:
+    """clip(s, lo_u, 1), and a mask of the rollouts whose s lies in the band: others have no gradient, whatever A is."""
+    return ratio_N.clamp(lower, 1.0), (ratio_N >= lower) & (ratio_N <= 1.0)
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,8 @@ class HACPO(CapabilityAware):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.delta <= 1:
-            raise ValueError(
-                f"delta must lie in (0, 1], but is {self.delta}; table 5 of the paper, version 1, prints "
-                "the lower bound 1 - delta (0.8) under this name"
-            )
+            printed = "table 5 of the paper, version 1, prints the lower bound 1 - delta (0.8) under this name"
+            raise ValueError(f"delta must lie in (0, 1], but is {self.delta}; {printed}")
 
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
@@ -102,8 +107,7 @@ class HACPO(CapabilityAware):
         if self.ratio_unit == "byte":
             length_N = old_length_N = sequences.bytes_N.clamp(min=1)
         log_ratio_N = sequence_log_ratio(sequences.logp_N, length_N, sequences.old_logp_N, old_length_N)
-        ratio_N, kept_N = log_ratio_N.exp(), has_gradient(log_ratio_N)
-        lower, upper = 0.0, torch.inf
+        ratio_N, kept_N, lower, upper = log_ratio_N.exp(), has_gradient(log_ratio_N), 0.0, torch.inf
         if self.cross_clip:
             lower, upper = stepwise_lower_bound(update, self.delta, self.delta_step), 1.0
             ratio_N, inside_N = stepwise_clip(ratio_N, lower)
@@ -115,45 +119,33 @@ class HACPO(CapabilityAware):
         return means_by_source(source_N, learner, self.cross_weight)
 
     def explain(self, num_agents: int) -> Explanation:
-        omega, in_bytes = self._omega_sentence(), "foreign ones per byte of the text, own ones per token"
-        return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
-            ratio=ratio_sentence(in_bytes) if self.ratio_unit == "byte" else ratio_sentence(),
-            weight=self._weight_sentence(),
-            band=self._band_sentence() if self.cross_clip else None,
-            capability=self.capability.sentence(self.reward_min, used=omega is not None),
-            omega=omega,
-            decision=self._decision(num_agents) if num_agents > 2 else None,
-        )
-
-    def _weight_sentence(self) -> str:
         power = f"s to the power of {1 + self.alpha:g}"
         if not self.cross_clip:
             power = f"s times min(s, 1) to the power of {self.alpha:g}"
-        omega = ", times ω" if self.cross_omega else ""
-        return f"A foreign rollout has the weight {power if self.alpha else 's'}{omega}."
-
-    def _band_sentence(self) -> str:
+        times = ", times ω" if self.cross_omega else ""
         lower = f"{1 - self.delta:g}"
         if self.delta_step > 0:
             lower += f" (in the first update of a step, and {self.delta_step:g} higher in each further one)"
-        return f"A foreign rollout teaches only inside its band: where s lies between {lower} and 1."
-
-    def _omega_sentence(self) -> str | None:
-        """A sentence on what omega does to weights and baseline; None if the options switch off both."""
-        if self.capability.ratio_min == self.capability.ratio_max:
-            return None
         effects = []
         if self.cross_omega:
             effects.append("the source's rollouts are multiplied by it, so that a stronger source counts for more")
         if self.baseline == "capability":
             effects.append("the learner's baseline multiplies the source's rewards by the inverse ratio")
-        return f"{self.capability.omega_sentence()}; {', and '.join(effects)}." if effects else None
-
-    def _decision(self, num_agents: int) -> str:
+        acts = bool(effects) and self.capability.ratio_min < self.capability.ratio_max
         others, what = num_agents - 1, "rollouts" if self.loss_type in ("grpo", "dr_grpo") else "tokens"
-        return (
+        decision = (
             f"Decision: the paper's HACPO has two agents; with {num_agents}, each of the {others} others adds the mean "
             f"over its {what} with weight {self.cross_weight:g} (algorithm.cross_weight), together "
             f"{others * self.cross_weight:g}, against 1 for the mean over the learner's own."
+        )
+        band = f"A foreign rollout teaches only inside its band: where s lies between {lower} and 1."
+        in_bytes = "foreign ones per byte of the text, own ones per token"
+        return replace(
+            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            ratio=ratio_sentence(in_bytes) if self.ratio_unit == "byte" else ratio_sentence(),
+            weight=f"A foreign rollout has the weight {power if self.alpha else 's'}{times}.",
+            band=band if self.cross_clip else None,
+            capability=self.capability.sentence(self.reward_min, used=acts),
+            omega=f"{self.capability.omega_sentence()}; {', and '.join(effects)}." if acts else None,
+            decision=decision if num_agents > 2 else None,
         )

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Explanation
+from hacrl.algorithms.algorithm import Algorithm, Explanation, means_by_source
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.terms import Sequences, Terms, mean_over_tokens, means_by_source, own_or_foreign, unbounded
+from hacrl.algorithms.terms import Sequences, Terms, mean_over_tokens, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,6 @@ def has_gradient(log_ratio_N: Tensor) -> Tensor:
     return log_ratio_N.abs() < LOG_RATIO_LIMIT
 
 
-def exponential_ratio(ratio_N: Tensor, alpha: float) -> Tensor:
-    """s * stopgrad(min(s, 1))^alpha, HACPO's exponential importance sampling; with a band, s is already clipped to it.
-
-    The less likely an answer is for the learner, the less the learner moves.
-    """
-    return ratio_N * ratio_N.detach().clamp(max=1.0) ** alpha
-
-
 def k3_kl(logp_NT: Tensor, reference_logp_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """KL(policy || reference) of each rollout: the k3 estimator, mean over its tokens."""
     log_ratio_NT = torch.where(mask_NT, reference_logp_NT - logp_NT, 0.0)
@@ -111,16 +103,6 @@ def clipped_ratio(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high
     """The factor of A in `clipped_minimum`."""
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     return torch.where(advantage >= 0, torch.minimum(ratio, clipped), torch.maximum(ratio, clipped))
-
-
-def stepwise_lower_bound(update: int, delta: float, delta_step: float) -> float:
-    """lo_u = min(1 - delta + u * delta_step, 1), where u counts the updates already made in this step."""
-    return min(1.0 - delta + update * delta_step, 1.0)
-
-
-def stepwise_clip(ratio_N: Tensor, lower: float) -> tuple[Tensor, Tensor]:
-    """clip(s, lo_u, 1), and a mask of the rollouts whose s lies in the band: others have no gradient, whatever A is."""
-    return ratio_N.clamp(lower, 1.0), (ratio_N >= lower) & (ratio_N <= 1.0)
 
 
 def own_or_foreign(own_N: Tensor, own: Terms, foreign: Terms) -> Terms:
@@ -150,11 +132,3 @@ def as_if_on_policy(sequences: Sequences) -> Tensor:
     """Ratio of the learner to itself: its value is 1, its gradient that of logp / len. No importance correction."""
     mean_logp_N = mean_over_tokens(sequences.logp_NT, sequences.mask_NT)
     return (mean_logp_N - mean_logp_N.detach()).exp()
-
-
-def means_by_source(source_N: Tensor, learner: int, cross_weight: float) -> Tensor:
-    """1 / N_own for own rollouts, cross_weight / N_j for those of source j."""
-    count_K = torch.bincount(source_N, minlength=learner + 1).to(torch.float64)
-    factor_K = torch.full_like(count_K, cross_weight)
-    factor_K[learner] = 1.0
-    return (factor_K / count_K.clamp(min=1))[source_N]

@@ -43,8 +43,6 @@ class Learner(Updater):
         self.index, self.algorithm, self.reference, self.saves_work = index, algorithm, reference, saves_work
         """Whether rollouts without a gradient are left out. The result is the same, but a trace would lack them."""
 
-    # --- a step ------------------------------------------------------------------------------------
-
     def learn(self, lesson: Lesson, rollouts: Minibatch) -> LearnResult:
         """Make an optimizer update for each mini-batch of prompts. `rollouts` are the usable ones of the lesson."""
         self.set_learning_rate(lesson.learning_rate)
@@ -119,8 +117,6 @@ class Learner(Updater):
                 own_N = own_N & minibatch.teaches_N
         return minibatch.where(own_N), replace(minibatch.where(foreign_N), kl_weight=0.0, entropy_weight=0.0)
 
-    # --- passes ------------------------------------------------------------------------------------
-
     def batches(self, texts: AnyTexts) -> Iterator[AnyTexts]:
         """Divide completions into batches, one for each pass."""
         return (texts[rows] for rows in self.split(*texts.by_length()))
@@ -170,8 +166,6 @@ class Learner(Updater):
             if step.first and not step.stale:
                 gap.note(batch, sequences, terms, notes)
         return -objective, notes
-
-    # --- log-probabilities without a gradient ------------------------------------------------------
 
     def score(self, texts: Texts) -> dict[int, np.ndarray]:
         """Return the log-probabilities of the tokens of completions under the current model, by `row_N`."""

@@ -126,10 +126,10 @@ class Minibatch(Texts):
             own_N=torch.tensor(own, dtype=torch.bool),
             advantage_N=lesson.advantage_N[rows].double(),
             omega_N=lesson.omega_N[rows].double(),
-            bytes_N=_float64([rollout.num_bytes for rollout in rollouts]),
+            bytes_N=torch.tensor([rollout.num_bytes for rollout in rollouts], dtype=torch.float64),
             teaches_N=teaches_N,
-            old_logp_N=_float64([rollout.logp_sum for rollout in rollouts]),
-            old_length_N=_float64([rollout.num_tokens for rollout in rollouts]),
+            old_logp_N=torch.tensor([rollout.logp_sum for rollout in rollouts], dtype=torch.float64),
+            old_length_N=torch.tensor([rollout.num_tokens for rollout in rollouts], dtype=torch.float64),
             old_logp_NT=_padded(old, completions),
             recorded_NT=_padded(recorded, completions),
             ahead_NT=_padded(ahead, completions) if any(ahead) else None,
@@ -169,10 +169,6 @@ def _spread(rollout: Rollout, ids: list[int]) -> Sequence[float]:
     if ids[:-1] == rollout.token_ids[:-1]:  # equal up to the end of turn
         return rollout.logps
     return [rollout.logp_sum / len(ids)] * len(ids)
-
-
-def _float64(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:

@@ -41,8 +41,6 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    # --- passes ------------------------------------------------------------------------------------
-
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         """Divide items into batches, one for each pass. `tokens` is what each adds to a pass with those before it."""
         if not self.batch_tokens:  # this also decides whether activations are kept
@@ -114,28 +112,20 @@ class Updater:
 
     @contextmanager
     def _attempt(self, remedies: list[str]) -> Iterator[None]:
-        """Catch an out-of-memory error if batches can be made smaller, and add what was done to `remedies`."""
+        """Halve the batches after running out of memory if they can be smaller, and add to `remedies` what was done."""
         try:
             yield
         except torch.OutOfMemoryError:
-            remedy = self.make_batches_smaller()
-            if remedy is None:
+            if self.ranks.size > 1:  # the other ranks are in the middle of the pass
                 raise
-            remedies.append(remedy)
-
-    def make_batches_smaller(self) -> str | None:
-        """Halve the batches after running out of memory; return what was done, or None if they cannot be smaller."""
-        if self.ranks.size > 1:
-            return None  # the other ranks are in the middle of the pass
-        if self.micro_batch_size is not None and self.micro_batch_size > 1:
-            self.micro_batch_size //= 2
-            return f"micro_batch_size is now {self.micro_batch_size}"
-        if self.micro_batch_size is None and self.batch_tokens >= 64:
-            self.batch_tokens //= 2
-            return f"a pass now takes {self.batch_tokens} tokens"
-        return None
-
-    # --- the update --------------------------------------------------------------------------------
+            if self.micro_batch_size is None and self.batch_tokens >= 64:
+                self.batch_tokens //= 2
+                remedies.append(f"a pass now takes {self.batch_tokens} tokens")
+            elif self.micro_batch_size is not None and self.micro_batch_size > 1:
+                self.micro_batch_size //= 2
+                remedies.append(f"micro_batch_size is now {self.micro_batch_size}")
+            else:
+                raise
 
     def apply(self, norm: Tensor, finite: bool, step: int) -> bool:
         """Make an optimizer step with the current gradients, whose norm is given; skip it if anything is not finite."""
