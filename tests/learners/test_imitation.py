@@ -12,9 +12,8 @@ from conftest import FAST
 from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO, Imitation
 from hacrl.config import AgentConfig
-from hacrl.learners.imitation import Imitator
 from hacrl.learners.lesson import Lesson
-from hacrl.learners.supervised import Row
+from hacrl.learners.supervised import Imitator, Row
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask
 

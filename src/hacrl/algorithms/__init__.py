@@ -13,7 +13,7 @@ from hacrl.algorithms.algorithm import Algorithm, Explanation
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
 from hacrl.algorithms.ftis import FTIS
 from hacrl.algorithms.grpo import GRPO
-from hacrl.algorithms.gspo import GSPO
+from hacrl.algorithms.gspo import GSPO, clipped_minimum
 from hacrl.algorithms.hacpo import HACPO, exponential_ratio, stepwise_clip, stepwise_lower_bound
 from hacrl.algorithms.hacpo_robust import RobustHACPO
 from hacrl.algorithms.imitation import Imitation
@@ -24,7 +24,7 @@ from hacrl.algorithms.rft import RFT
 from hacrl.algorithms.spans import Reading, log_gap
 from hacrl.algorithms.success_gated import SuccessGated
 from hacrl.algorithms.swarm import Swarm
-from hacrl.algorithms.terms import Sequences, Terms, clipped_minimum, k3_kl, sequence_log_ratio
+from hacrl.algorithms.terms import Sequences, Terms, k3_kl, sequence_log_ratio
 from hacrl.algorithms.topr import TOPR
 
 KINDS = (HACPO, RobustHACPO, GSPO, GRPO, Naive, Swarm, FTIS, SuccessGated, LUFFY, TOPR, RFT, OPD)

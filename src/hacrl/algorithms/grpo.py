@@ -7,15 +7,8 @@ import torch
 
 from hacrl.algorithms.algorithm import Algorithm, Explanation, LossType, ratio_sentence
 from hacrl.algorithms.capability import CapabilityOptions
-from hacrl.algorithms.terms import (
-    LOG_RATIO_LIMIT,
-    Sequences,
-    Terms,
-    banded,
-    clipped_minimum,
-    clipped_ratio,
-    mean_over_tokens,
-)
+from hacrl.algorithms.gspo import clipped_minimum, clipped_ratio
+from hacrl.algorithms.terms import LOG_RATIO_LIMIT, Sequences, Terms, banded, mean_over_tokens
 
 
 def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:

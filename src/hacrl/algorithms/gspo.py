@@ -3,27 +3,35 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from hacrl.algorithms.algorithm import Algorithm, Explanation, LossType, ratio_sentence
 from hacrl.algorithms.capability import CapabilityOptions
-from hacrl.algorithms.terms import (
-    Sequences,
-    Terms,
-    as_if_on_policy,
-    banded,
-    clipped_minimum,
-    clipped_ratio,
-    has_gradient,
-    sequence_log_ratio,
-    unbounded,
-)
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, banded, has_gradient, unbounded
+
+
+def clipped_minimum(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
+    """min(s A, clip(s, 1 - epsilon, 1 + epsilon_high) A) of sequences or tokens, and a mask of what has a gradient."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    objective = torch.minimum(ratio * advantage, clipped * advantage)
+    too_high = (advantage > 0) & (ratio > 1 + epsilon_high)
+    too_low = (advantage < 0) & (ratio < 1 - epsilon)
+    return objective, ~too_high & ~too_low & (advantage != 0)
+
+
+def clipped_ratio(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
+    """The factor of A in `clipped_minimum`."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    return torch.where(advantage >= 0, torch.minimum(ratio, clipped), torch.maximum(ratio, clipped))
 
 
 def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:
     """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len); for `cispo` min(s, epsilon_high) A logp / len,
     without a gradient through the minimum.
     """
-    log_ratio_N = sequence_log_ratio(sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N)
-    ratio_N, advantage_N = log_ratio_N.exp(), sequences.advantage_N
+    log_ratio_N, advantage_N = sequences.log_ratio_N, sequences.advantage_N
+    ratio_N = log_ratio_N.exp()
     if loss_type == "cispo":
         weight_N = ratio_N.detach().clamp(max=epsilon_high) * as_if_on_policy(sequences)
         return unbounded(weight_N, advantage_N, log_ratio_N.detach())

@@ -21,14 +21,7 @@ from torch import Tensor
 from hacrl.algorithms.advantage import EDGE, Advantages, divisors, group_advantages, mean_by, num_prompts, sum_by
 from hacrl.algorithms.algorithm import CapabilityAware, Explanation, means_by_source, ratio_sentence
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.terms import (
-    Sequences,
-    Terms,
-    as_if_on_policy,
-    own_or_foreign,
-    sequence_log_ratio,
-    unbounded,
-)
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, sequence_log_ratio, unbounded
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ class Naive(Algorithm):
             "s compares how likely a rollout is for the learner with how likely it was for the same learner before, "
             "per token: when it sampled an own one, and before the first update of the step for a foreign one."
         )
+        taken, other = ("its source", "own") if self.ratio == "source" else ("the learner itself", "source")
+        decision = (
+            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here "
+            f"it is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
+        )
         weight = weight_of(self.epsilon_high, self.loss_type)
         band = clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high)
         return replace(
@@ -42,12 +47,5 @@ class Naive(Algorithm):
             ratio=to_itself if self.ratio == "own" else ratio_sentence(),
             weight=f"A foreign rollout is used like an own one: its weight is {weight}.",
             band=None if self.loss_type == "cispo" else band,
-            decision=self._decision() if num_agents > 1 else None,
-        )
-
-    def _decision(self) -> str:
-        taken, other = ("its source", "own") if self.ratio == "source" else ("the learner itself", "source")
-        return (
-            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here "
-            f"it is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
+            decision=decision if num_agents > 1 else None,
         )

@@ -54,6 +54,11 @@ class Sequences:
     def length_N(self) -> Tensor:
         return self.mask_NT.sum(1)
 
+    @property
+    def log_ratio_N(self) -> Tensor:
+        """log s, in tokens of the learner and of the source."""
+        return sequence_log_ratio(self.logp_N, self.length_N, self.old_logp_N, self.old_length_N)
+
 
 @dataclass
 class Terms:
@@ -88,21 +93,6 @@ def k3_kl(logp_NT: Tensor, reference_logp_NT: Tensor, mask_NT: Tensor) -> Tensor
     """KL(policy || reference) of each rollout: the k3 estimator, mean over its tokens."""
     log_ratio_NT = torch.where(mask_NT, reference_logp_NT - logp_NT, 0.0)
     return mean_over_tokens(log_ratio_NT.exp() - log_ratio_NT - 1, mask_NT)
-
-
-def clipped_minimum(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
-    """min(s A, clip(s, 1 - epsilon, 1 + epsilon_high) A) of sequences or tokens, and a mask of what has a gradient."""
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    objective = torch.minimum(ratio * advantage, clipped * advantage)
-    too_high = (advantage > 0) & (ratio > 1 + epsilon_high)
-    too_low = (advantage < 0) & (ratio < 1 - epsilon)
-    return objective, ~too_high & ~too_low & (advantage != 0)
-
-
-def clipped_ratio(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
-    """The factor of A in `clipped_minimum`."""
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    return torch.where(advantage >= 0, torch.minimum(ratio, clipped), torch.maximum(ratio, clipped))
 
 
 def own_or_foreign(own_N: Tensor, own: Terms, foreign: Terms) -> Terms:

@@ -16,7 +16,7 @@ import torch
 
 from hacrl.algorithms.algorithm import Algorithm, Explanation, ratio_sentence
 from hacrl.algorithms.capability import CapabilityOptions
-from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, sequence_log_ratio, unbounded
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, unbounded
 
 WEIGHT = (
     "has the weight 1 where A > 0. Where A < 0, its weight is how much more likely the whole answer is for the learner "
@@ -32,11 +32,9 @@ class TOPR(Algorithm):
     name: Literal["topr"] = "topr"
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        logp_N, old_logp_N = sequences.logp_N.detach(), sequences.old_logp_N
-        log_ratio_N = sequence_log_ratio(logp_N, sequences.length_N, old_logp_N, sequences.old_length_N)
-        likelier_N = (logp_N - old_logp_N).clamp(max=0.0).exp()
+        likelier_N = (sequences.logp_N.detach() - sequences.old_logp_N).clamp(max=0.0).exp()
         weight_N = torch.where(sequences.advantage_N < 0, likelier_N, 1.0)
-        return unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, log_ratio_N)
+        return unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, sequences.log_ratio_N)
 
     def explain(self, num_agents: int) -> Explanation:
         return Explanation(

@@ -13,10 +13,9 @@ from torch import Tensor
 from hacrl.algorithms import Algorithm, k3_kl
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
-from hacrl.learners import gap
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.minibatch import Minibatch, Texts, texts_of
-from hacrl.learners.notes import Notes, StepNotes
+from hacrl.learners.notes import Notes, StepNotes, ahead_of, check_gap, note_gap, note_gap_ahead, weigh_by_gap
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.updating import Updater
 from hacrl.learners.weights import Weights
@@ -65,15 +64,15 @@ class Learner(Updater):
                 if step.first:
                     notes.note(forward=self.score_old(rollouts, lesson.minibatches, step.stale))
                     if step.stale:
-                        gap.note_ahead(rollouts, self.algorithm, self.device, notes)
+                        note_gap_ahead(rollouts, self.algorithm, self.device, notes)
                 minibatch = self.weighted(rollouts[rows])
                 any_own = bool(minibatch.own_N.any())
                 own, foreign = self.needed(minibatch)
                 if self.config.sampler_ratio_max is not None:
-                    gap.weigh(own, self.config.sampler_ratio_max, notes)
+                    weigh_by_gap(own, self.config.sampler_ratio_max, notes)
                 notes.add(*self.add_gradients(self.batches(own), loss))
                 if step.first:
-                    gap.check(self.config, lesson.step, notes)
+                    check_gap(self.config, lesson.step, notes)
                 if any_own and not minibatch.own_N.all():
                     own_gradients = torch._foreach_mul(self.weights.gradients, 1.0)
                 if self.saves_work and not self.algorithm.keeps_all:
@@ -164,7 +163,7 @@ class Learner(Updater):
             tokens = sum(len(batch.completions[n]) for n in teaching)
             notes.note(entropy=current.entropy_NT[teaching].sum(), entropy_tokens=tokens)
             if step.first and not step.stale:
-                gap.note(batch, sequences, terms, notes)
+                note_gap(batch, sequences, terms, notes)
         return -objective, notes
 
     def score(self, texts: Texts) -> dict[int, np.ndarray]:
@@ -208,7 +207,7 @@ class Learner(Updater):
         wanted = self.config.recomputes_logprobs, self.algorithm.rescores_foreign
         old: dict[int, np.ndarray] = {}
         if wanted[0] and stale:
-            wanted, old = (False, wanted[1]), gap.ahead_of(rollouts)
+            wanted, old = (False, wanted[1]), ahead_of(rollouts)
         tokens = 0
         for positions in minibatches if any(wanted) else []:
             parts = zip(wanted, self.needed(rollouts[rollouts.rows_of(positions)]), strict=True)
