@@ -9,7 +9,7 @@ Nothing here depends on models, files, devices or randomness, so HACPO can be us
 """
 
 from hacrl.algorithms.advantage import Advantages, baseline_bias, capability_advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Explanation
+from hacrl.algorithms.algorithm import Algorithm, Explanation, Reading
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
 from hacrl.algorithms.ftis import FTIS
 from hacrl.algorithms.grpo import GRPO
@@ -19,9 +19,8 @@ from hacrl.algorithms.hacpo_robust import RobustHACPO
 from hacrl.algorithms.imitation import Imitation
 from hacrl.algorithms.luffy import LUFFY
 from hacrl.algorithms.naive import Naive
-from hacrl.algorithms.opd import OPD
+from hacrl.algorithms.opd import OPD, log_gap
 from hacrl.algorithms.rft import RFT
-from hacrl.algorithms.spans import Reading, log_gap
 from hacrl.algorithms.success_gated import SuccessGated
 from hacrl.algorithms.swarm import Swarm
 from hacrl.algorithms.terms import Sequences, Terms, k3_kl, sequence_log_ratio
@@ -32,7 +31,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in KINDS}
 
 __all__ = ["ALGORITHMS", "FTIS", "GRPO", "GSPO", "HACPO", "LUFFY", "OPD", "RFT", "TOPR", "Naive", "RobustHACPO"]
 __all__ += ["Algorithm", "CapabilityOptions", "Explanation", "Imitation", "Sequences", "SuccessGated", "Swarm", "Terms"]
-__all__ += ["Advantages", "baseline_bias", "capability_advantages", "group_advantages"]
-__all__ += ["CapabilityTracker", "Reading", "capability_ratios", "log_gap"]
-__all__ += ["clipped_minimum", "exponential_ratio", "k3_kl", "sequence_log_ratio"]
+__all__ += ["Advantages", "CapabilityTracker", "Reading", "baseline_bias", "capability_advantages", "capability_ratios"]
+__all__ += ["clipped_minimum", "exponential_ratio", "group_advantages", "k3_kl", "log_gap", "sequence_log_ratio"]
 __all__ += ["stepwise_clip", "stepwise_lower_bound"]

@@ -97,7 +97,6 @@ def capability_advantages(
     P, K = num_prompts(prompt_N), len(omega_KK)
     low_P, high_P = _range_by(rewards_N, prompt_N, P)
     spread_P = high_P > low_P
-
     mu_KP, guarded_KP = [], []
     for k in range(K):
         mu_P = mean_by(omega_KK[k, source_N] * rewards_N, prompt_N, P)
@@ -112,7 +111,6 @@ def capability_advantages(
             fallback_P = torch.where(has_own_P, own_mean_P, mean_by(rewards_N, prompt_N, P))
             mu_P = torch.where(outside_P, fallback_P, mu_P)
         mu_KP.append(mu_P)
-
     whose_N = source_N if cross_baseline == "source" else torch.full_like(source_N, learner)
     baseline_N = torch.stack(mu_KP)[whose_N, prompt_N]
     advantage_N = (rewards_N - baseline_N) / divisors(rewards_N, prompt_N, scale_rewards)

@@ -19,7 +19,6 @@ from torch import Tensor
 from hacrl.algorithms.advantage import Advantages, ScaleRewards, group_advantages, sum_by
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, shifted
 from hacrl.algorithms.imitation import Imitation
-from hacrl.algorithms.spans import Reading
 from hacrl.algorithms.terms import Sequences, Terms
 
 LARGEST = 1_000_000_000
@@ -27,6 +26,17 @@ LARGEST = 1_000_000_000
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
 """How tokens and rollouts are averaged, by TRL's names; `cispo` also replaces the clip."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text in the tokens of one model."""
+
+    logps: Sequence[float]
+    """Log-probability of each token."""
+    ends: Sequence[int] | None = None
+    """Where in the text each token ends, never falling; one that ends inside a character ends where the next border is.
+    None: the tokens are those of the model that this reading is compared with."""
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,8 @@ def shifted(rewards_N: Tensor, reward_min: float) -> Tensor:
     """Rewards minus `reward_min`, so that they are >= 0, as a ratio of means needs."""
     lowest = float(rewards_N.min()) if len(rewards_N) else reward_min
     if lowest < reward_min:
-        raise ValueError(
-            f"a reward of {lowest:g} is below reward_min ({reward_min:g}); capability is a "
-            f"ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
-        )
+        advice = "capability is a ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
+        raise ValueError(f"a reward of {lowest:g} is below reward_min ({reward_min:g}); {advice}")
     return rewards_N - reward_min
 
 

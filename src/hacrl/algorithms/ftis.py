@@ -49,8 +49,7 @@ class FTIS(Algorithm):
         weight_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=self.cap)
         # The factor exp(logp - logp.detach()) is 1 and has the gradient of the log-probability.
         weight_N = mean_over_tokens(weight_NT * (logp_NT - logp_NT.detach()).exp(), mask_NT)
-        far_N = k3_kl(old_logp_NT, logp_NT.detach(), mask_NT) > self.kl_max
-        left_out_N = far_N & (sequences.advantage_N < 0)
+        left_out_N = (k3_kl(old_logp_NT, logp_NT.detach(), mask_NT) > self.kl_max) & (sequences.advantage_N < 0)
         foreign = unbounded(torch.where(left_out_N, 0.0, weight_N), sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
 

@@ -15,10 +15,9 @@ def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_t
     """Mean over a rollout's tokens of min(r_t A, clip(r_t) A); for `cispo`, of min(r_t, epsilon_high) A log p_t,
     without a gradient through the minimum.
     """
-    mask_NT = sequences.mask_NT
+    mask_NT, advantage_NT = sequences.mask_NT, sequences.advantage_NT
     log_ratio_NT = torch.where(mask_NT, sequences.logp_NT - sequences.old_logp_NT, 0.0)
     ratio_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    advantage_NT = sequences.advantage_NT
     if loss_type == "cispo":
         lower, upper = 0.0, torch.inf
         weight_NT = ratio_NT.detach().clamp(max=epsilon_high)

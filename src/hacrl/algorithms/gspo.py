@@ -37,8 +37,7 @@ def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_t
         return unbounded(weight_N, advantage_N, log_ratio_N.detach())
     objective_N, kept_N = clipped_minimum(ratio_N, advantage_N, epsilon, epsilon_high)
     weight_N = clipped_ratio(ratio_N, advantage_N, epsilon, epsilon_high)
-    kept_N = kept_N & has_gradient(log_ratio_N)
-    return banded(objective_N, log_ratio_N, 1 - epsilon, 1 + epsilon_high, kept_N, weight_N)
+    return banded(objective_N, log_ratio_N, 1 - epsilon, 1 + epsilon_high, kept_N & has_gradient(log_ratio_N), weight_N)
 
 
 def gspo_explanation(epsilon: float, epsilon_high: float, loss_type: LossType) -> Explanation:

@@ -24,10 +24,7 @@ from hacrl.algorithms.terms import Sequences, Terms, banded, has_gradient, own_o
 
 
 def exponential_ratio(ratio_N: Tensor, alpha: float) -> Tensor:
-    """s * stopgrad(min(s, 1))^alpha, HACPO's exponential importance sampling; with a band, s is already clipped to it.
-
-    The less likely an answer is for the learner, the less the learner moves.
-    """
+    """s * stopgrad(min(s, 1))^alpha: the less likely an answer is for the learner, the less the learner moves."""
     return ratio_N * ratio_N.detach().clamp(max=1.0) ** alpha
 
 

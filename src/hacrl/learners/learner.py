@@ -50,7 +50,8 @@ class Learner(Updater):
         with self.policy.driven():
             for positions in lesson.minibatches:
                 self.update(lesson, rollouts, positions, notes)
-        return LearnResult(notes.records(), {"learning_rate": lesson.learning_rate, **notes.metrics()})
+        records = {name: torch.cat(parts).cpu().numpy() for name, parts in notes.notes.records.items()}
+        return LearnResult(records, {"learning_rate": lesson.learning_rate, **notes.metrics()})
 
     def update(self, lesson: Lesson, rollouts: Minibatch, positions: list[int], step: StepNotes) -> None:
         """Make one optimizer update from the rollouts of these prompts; skip and count it if it is not finite."""

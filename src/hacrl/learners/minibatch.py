@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hacrl.algorithms import Sequences
 from hacrl.learners.lesson import Lesson
-from hacrl.rollouts.rollout import Rollout
 
 
 @dataclass
@@ -114,7 +113,10 @@ class Minibatch(Texts):
         if added is not None:
             teaches_N = teaches_N | torch.tensor([bool(added[row].any()) for row in rows], dtype=torch.bool)
         ahead = [r.learner_logps if mine else None for r, mine in zip(rollouts, own, strict=True)]
-        old = [_spread(rollout, ids) for rollout, ids in zip(rollouts, completions, strict=True)]
+        old = [  # token by token if tokens are equal up to the end of turn, else the sum is spread evenly
+            rollout.logps if ids[:-1] == rollout.token_ids[:-1] else [rollout.logp_sum / len(ids)] * len(ids)
+            for rollout, ids in zip(rollouts, completions, strict=True)
+        ]
         recorded = [rollout.logps if mine else [] for rollout, mine in zip(rollouts, own, strict=True)]
         zeros_N = torch.zeros(len(rows), dtype=torch.float64)
         return cls(
@@ -162,13 +164,6 @@ class Minibatch(Texts):
         old_logp_NT, own_N = self.old_logp_NT.to(device), own_N.bool()
         per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
         return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, None if added is None else added.to(device))
-
-
-def _spread(rollout: Rollout, ids: list[int]) -> Sequence[float]:
-    """The source's log-probabilities for the learner's tokens: token by token if they are equal, else spread evenly."""
-    if ids[:-1] == rollout.token_ids[:-1]:  # equal up to the end of turn
-        return rollout.logps
-    return [rollout.logp_sum / len(ids)] * len(ids)
 
 
 def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:

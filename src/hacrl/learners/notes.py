@@ -118,10 +118,6 @@ class StepNotes:
             cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)  # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
             self._gradients["grad_cosine"].append(min(max(cosine, -1.0), 1.0))
 
-    def records(self) -> dict[str, np.ndarray]:
-        """One entry for each rollout and update, as columns."""
-        return {name: torch.cat(parts).cpu().numpy() for name, parts in self.notes.records.items()}
-
     def metrics(self) -> dict[str, float]:
         notes = self.notes
         metrics = {

@@ -34,9 +34,8 @@ class SupervisedLearner:
 
     def update(self, rows: Sequence[Row], learning_rate: float, step: int) -> dict[str, float]:
         """Make one optimizer update; skip and count it if it is not finite."""
-        learner = self.learner
+        learner, tokens = self.learner, sum(len(row.completion) for row in rows)
         learner.set_learning_rate(learning_rate)
-        tokens = sum(len(row.completion) for row in rows)
 
         def loss_of(batch: list[Row]) -> tuple[Tensor, Tensor]:
             loss = self._nll(batch) / tokens
@@ -48,8 +47,7 @@ class SupervisedLearner:
                     loss = float(torch.stack(learner.add_gradients(self._batches(rows), loss_of)).sum())
         norm = learner.ranks.norm(learner.weights.gradients)
         metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate, "tokens_trained": tokens}
-        made = learner.apply(norm, math.isfinite(loss), step)
-        return {**metrics, "nonfinite_updates": 0 if made else 1}
+        return {**metrics, "nonfinite_updates": 0 if learner.apply(norm, math.isfinite(loss), step) else 1}
 
     def loss(self, rows: Sequence[Row]) -> float:
         """Mean negative log-probability of the tokens of rows, without learning from them."""
@@ -91,9 +89,8 @@ class Imitator:
     def __init__(self, learner: Updater, options: Imitation, index: int, seed: int) -> None:
         self.learner, self.options, self.index, self.seed = learner, options, index, seed
         self.answers: list[Answer] = []
-        self._start: list[Tensor] = []
-        if options.restart and options.when in ("middle", "end"):
-            self._start = [weight.detach().to("cpu", copy=True) for weight in learner.weights.weights]
+        restarts = options.restart and options.when in ("middle", "end")
+        self._start = [weight.detach().to("cpu", copy=True) for weight in learner.weights.weights if restarts]
 
     def keep(self, row: Row, step: int, logp_sum: float, solved: float) -> None:
         """Keep a right answer. `logp_sum` is its log-probability under its source."""
@@ -162,10 +159,7 @@ class Imitator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        tokens, place, texts = state["tokens"].tolist(), 0, []
-        for length in state["lengths"].tolist():
-            texts.append(tokens[place : place + length])
-            place += length
+        texts = [ids.tolist() for ids in state["tokens"].split(state["lengths"].tolist())]
         rows = [Row(prompt, completion) for prompt, completion in zip(texts[::2], texts[1::2], strict=True)]
         figures = (state[name].tolist() for name in ("steps", "logps", "solved"))
         self.answers = list(map(Answer, rows, *figures))

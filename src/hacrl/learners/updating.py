@@ -35,7 +35,21 @@ class Updater:
 
     def new_optimizer(self) -> None:
         """Start with a new optimizer, without memory of earlier updates."""
-        self.optimizer = make_optimizer(self.config, self.weights.weights)
+        config, weights = self.config, self.weights.weights
+        on_cuda, betas = weights[0].device.type == "cuda", (config.adam_beta1, config.adam_beta2)
+        options: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
+        self.optimizer: torch.optim.Optimizer
+        if config.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, fused=on_cuda, **options)
+            return
+        needs = f"agents.{config.id}.optimizer: adamw_8bit needs"
+        try:
+            import bitsandbytes
+        except ImportError:
+            raise UserError(f"{needs} the package bitsandbytes: pip install 'hacrl[8bit]'.") from None
+        if not on_cuda:
+            raise UserError(f"{needs} a GPU (CUDA). Use adamw on a CPU.")
+        self.optimizer = bitsandbytes.optim.AdamW8bit(weights, lr=config.learning_rate, **options)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -133,10 +147,8 @@ class Updater:
             self.weights.zero_grad()
             self.nonfinite_in_a_row += 1
             if self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-                raise TrainingDiverged(
-                    f"Agent {self.config.id}: {MAX_NONFINITE_IN_A_ROW} updates in a row had a loss or gradient that "
-                    f"is not finite, the last one in step {step}."
-                )
+                what = "updates in a row had a loss or gradient that is not finite, the last one in step"
+                raise TrainingDiverged(f"Agent {self.config.id}: {MAX_NONFINITE_IN_A_ROW} {what} {step}.")
             return False
         nn.utils.clip_grads_with_norm_(self.weights.weights, self.config.max_grad_norm, norm)
         self.optimizer.step()
@@ -172,24 +184,3 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
         advice = "Delete its checkpoint: the one before it is used then."
         raise UserError(f"{path} cannot be used: {reason}. {advice}") from error
     return state
-
-
-def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-        "weight_decay": config.weight_decay,
-    }
-    on_cuda = weights[0].device.type == "cuda"
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(weights, fused=on_cuda, **options)
-    needs = f"agents.{config.id}.optimizer: adamw_8bit needs"
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise UserError(f"{needs} the package bitsandbytes: pip install 'hacrl[8bit]'.") from None
-    if not on_cuda:
-        raise UserError(f"{needs} a GPU (CUDA). Use adamw on a CPU.")
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(weights, **options)
-    return optimizer
