@@ -60,10 +60,10 @@ class RobustHACPO(CapabilityAware):
             of_pair_N = own_N | of_source_N
             divisor_N = torch.ones_like(rewards_N)
             divisor_N[of_pair_N] = divisors(rewards_N[of_pair_N], prompt_N[of_pair_N], self.scale_rewards)
-            centre_N = mean_by(rewards_N[of_source_N], prompt_N[of_source_N], P)[prompt_N]
-            better_N = (
-                (rewards_N - (centre_N if self.foreign == "centred" else baseline_N)) / divisor_N * has_own_P[prompt_N]
-            )
+            compared_N = baseline_N
+            if self.foreign == "centred":
+                compared_N = mean_by(rewards_N[of_source_N], prompt_N[of_source_N], P)[prompt_N]
+            better_N = (rewards_N - compared_N) / divisor_N * has_own_P[prompt_N]
             better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal up to rounding
             if self.foreign == "right":
                 better_N = better_N.clamp(min=0)
