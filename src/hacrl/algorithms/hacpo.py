@@ -4,8 +4,8 @@ The paper's names for them, and the functions that compute them:
 
 1. agent-capability-aware advantage estimation    advantage.capability_advantages
 2. model capabilities discrepancy coefficient     omega(j, k) on foreign rollouts: HACPO.coefficients
-3. exponential importance sampling                exponential_ratio
-4. stepwise clipping                              stepwise_clip
+3. exponential importance sampling                hacpo.exponential_ratio
+4. stepwise clipping                              hacpo.stepwise_clip
 
 Own rollouts are treated as in GSPO: with one agent, HACPO is GSPO.
 """
