@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hacrl.algorithms import GRPO, OPD, Reading, Sequences, log_gap
-from hacrl.algorithms.spans import common_spans
+from hacrl.algorithms.opd import common_spans
 from reference import Options, objective, opd_teachers, opd_token_advantages
 
 law = settings(max_examples=60, deadline=None, derandomize=True, database=None)

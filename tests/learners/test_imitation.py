@@ -12,9 +12,8 @@ from conftest import FAST
 from hacrl.agents.agent import Agent
 from hacrl.algorithms import GSPO, Imitation
 from hacrl.config import AgentConfig
-from hacrl.learners.imitation import Imitator
 from hacrl.learners.lesson import Lesson
-from hacrl.learners.supervised import Row
+from hacrl.learners.supervised import Imitator, Row
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask
 
@@ -76,10 +75,10 @@ def test_imitation_is_plain_fine_tuning_on_the_answers(restart: bool) -> None:
             for parameter in agent.model.parameters():
                 parameter.add_(0.1)
     result = agent.learn(lesson_of(rollouts))
-    rows = agent.imitator.rows
+    rows = [answer.row for answer in agent.imitator.answers]
     assert len(rows) == 24
     assert rows[0] == Row(agent.reader.render(PROBLEMS[0].prompt), rollouts[0].token_ids)
-    assert agent.imitator.logps[-1] == pytest.approx(rollouts[-1].logp_sum / len(rows[-1].completion))
+    assert agent.imitator.answers[-1].logp == pytest.approx(rollouts[-1].logp_sum / len(rows[-1].completion))
     texts = [agent.reader.tokenizer.decode(row.completion[:-1]) for row in rows[12:]]
     assert texts == [rollout.text for rollout in rollouts[12:]]
     batches = agent.imitator._batches(1)
@@ -109,7 +108,7 @@ def test_in_every_step_only_its_own_answers_are_imitated() -> None:
     for step in (1, 2):
         result = agent.learn(lesson_of(rollouts, step))
         assert result.metrics["imitation/answers"] == 12
-        assert agent.imitator.rows == []
+        assert agent.imitator.answers == []
     assert agent.learner.optimizer is optimizer
 
 
@@ -120,10 +119,8 @@ def test_kept_answers_survive_a_checkpoint() -> None:
     assert not any(name.startswith("imitation") for name in result.metrics)
     again = make_agent("llama-plus", when="end")
     again.load_state_dict(agent.state_dict())
-    assert again.imitator.rows == agent.imitator.rows != []
-    assert again.imitator.logps == agent.imitator.logps
-    assert again.imitator.solved == agent.imitator.solved == [0.0] * 12
-    assert again.imitator.steps == agent.imitator.steps == [1] * 12
+    assert again.imitator.answers == agent.imitator.answers != []
+    assert [(answer.step, answer.solved) for answer in again.imitator.answers] == [(1, 0.0)] * 12
     assert again.imitator._batches(1) == agent.imitator._batches(1)
 
 
@@ -155,7 +152,7 @@ def test_how_often_the_learner_solved_a_prompt_is_of_its_own_answers() -> None:
     lesson = replace(lesson_of(foreign, imitates=False), rollouts=[*own, *foreign])
     lesson.advantage_N = lesson.omega_N = torch.ones(24, dtype=torch.float64)
     agent.learn(lesson)
-    assert agent.imitator.solved == [0.25] * 4 + [1.0] * 4 + [0.0] * 4
+    assert [answer.solved for answer in agent.imitator.answers] == [0.25] * 4 + [1.0] * 4 + [0.0] * 4
 
 
 def test_answers_of_earlier_steps_are_drawn_again_and_then_forgotten() -> None:
@@ -167,12 +164,12 @@ def test_answers_of_earlier_steps_are_drawn_again_and_then_forgotten() -> None:
             imitator.keep(Row([1], [4 + place]), step, -1.0, 0.0)
         drawn = [row for batch in imitator._batches(step) for row in batch]
         assert len(drawn) == 2
-        seen |= {step - imitator.steps[next(n for n, row in enumerate(imitator.rows) if row is one)] for one in drawn}
+        seen |= {step - next(answer.step for answer in imitator.answers if answer.row is one) for one in drawn}
         assert imitator.imitate(step, RATE)["imitation/answers"] == (2 if step == 1 else 4)
-        assert imitator.steps == [step] * 2
+        assert [answer.step for answer in imitator.answers] == [step] * 2
     assert seen == {0, 1}
     assert imitator.imitate(12, RATE) == {"imitation/answers": 2, "imitation/updates": 0}
-    assert imitator.rows == []
+    assert imitator.answers == []
 
 
 def test_without_a_right_answer_nothing_changes() -> None:

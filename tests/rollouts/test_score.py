@@ -14,7 +14,7 @@ from hacrl.agents.agent import Agent
 from hacrl.agents.loading import ZOO
 from hacrl.agents.processes import ShardedAgent
 from hacrl.algorithms import OPD, Reading, log_gap
-from hacrl.algorithms.spans import common_spans
+from hacrl.algorithms.opd import common_spans
 from hacrl.config import AgentConfig
 from hacrl.rollouts.retokenize import Retokenizer, decode
 from hacrl.rollouts.rollout import Rollout

@@ -22,7 +22,7 @@ from hacrl.agents.agent import Agent
 from hacrl.algorithms import Imitation
 from hacrl.config import RunConfig
 from hacrl.execution.executor import files_of
-from hacrl.learners.imitation import Imitator
+from hacrl.learners.supervised import Imitator
 from hacrl.run import train
 from hacrl.tasks import build_task
 

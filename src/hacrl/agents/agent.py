@@ -13,12 +13,11 @@ from hacrl.agents.model import AgentModel
 from hacrl.agents.sharded import ShardedModel
 from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
-from hacrl.learners.imitation import Imitator
 from hacrl.learners.learner import Learner
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.minibatch import Minibatch, texts_of
 from hacrl.learners.ranks import ALONE, Ranks
-from hacrl.learners.supervised import Row
+from hacrl.learners.supervised import Imitator, Row
 from hacrl.learners.updating import read_state, write_state
 from hacrl.rollouts.reader import Traits
 from hacrl.rollouts.rollout import Rollout

@@ -13,8 +13,7 @@ from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
 from hacrl.learners.lora import with_same_weights
 from hacrl.learners.ranks import Ranks
-from hacrl.learners.sharded import ShardedWeights, shard, whole
-from hacrl.learners.weights import Weights
+from hacrl.learners.weights import ShardedWeights, Weights, shard, whole
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.engines import engine_of
 from hacrl.rollouts.reader import Reader

@@ -8,79 +8,29 @@ Nothing here depends on models, files, devices or randomness, so HACPO can be us
     loss = -(terms.objective_N * HACPO().mean_weights(source, learner=0)).sum()
 """
 
-from hacrl.algorithms.advantage import (
-    Advantages,
-    baseline_bias,
-    capability_advantages,
-    group_advantages,
-)
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
+from hacrl.algorithms.advantage import Advantages, baseline_bias, capability_advantages, group_advantages
+from hacrl.algorithms.algorithm import Algorithm, Explanation, Reading
 from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios
-from hacrl.algorithms.clipping import clipped_minimum, stepwise_clip, stepwise_lower_bound
-from hacrl.algorithms.explanation import Explanation
 from hacrl.algorithms.ftis import FTIS
 from hacrl.algorithms.grpo import GRPO
-from hacrl.algorithms.gspo import GSPO
-from hacrl.algorithms.hacpo import HACPO
+from hacrl.algorithms.gspo import GSPO, clipped_minimum
+from hacrl.algorithms.hacpo import HACPO, exponential_ratio, stepwise_clip, stepwise_lower_bound
 from hacrl.algorithms.hacpo_robust import RobustHACPO
 from hacrl.algorithms.imitation import Imitation
-from hacrl.algorithms.importance import exponential_ratio, k3_kl, sequence_log_ratio
 from hacrl.algorithms.luffy import LUFFY
 from hacrl.algorithms.naive import Naive
-from hacrl.algorithms.opd import OPD
+from hacrl.algorithms.opd import OPD, log_gap
 from hacrl.algorithms.rft import RFT
-from hacrl.algorithms.spans import Reading, log_gap
 from hacrl.algorithms.success_gated import SuccessGated
 from hacrl.algorithms.swarm import Swarm
+from hacrl.algorithms.terms import Sequences, Terms, k3_kl, sequence_log_ratio
 from hacrl.algorithms.topr import TOPR
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    "hacpo": HACPO,
-    "hacpo_robust": RobustHACPO,
-    "gspo": GSPO,
-    "grpo": GRPO,
-    "naive": Naive,
-    "swarm": Swarm,
-    "ftis": FTIS,
-    "success_gated": SuccessGated,
-    "luffy": LUFFY,
-    "topr": TOPR,
-    "rft": RFT,
-    "opd": OPD,
-}
+KINDS = (HACPO, RobustHACPO, GSPO, GRPO, Naive, Swarm, FTIS, SuccessGated, LUFFY, TOPR, RFT, OPD)
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in KINDS}
 
-__all__ = [
-    "ALGORITHMS",
-    "FTIS",
-    "GRPO",
-    "GSPO",
-    "HACPO",
-    "LUFFY",
-    "OPD",
-    "RFT",
-    "TOPR",
-    "Advantages",
-    "Algorithm",
-    "CapabilityOptions",
-    "CapabilityTracker",
-    "Explanation",
-    "Imitation",
-    "Naive",
-    "Reading",
-    "RobustHACPO",
-    "Sequences",
-    "SuccessGated",
-    "Swarm",
-    "Terms",
-    "baseline_bias",
-    "capability_advantages",
-    "capability_ratios",
-    "clipped_minimum",
-    "exponential_ratio",
-    "group_advantages",
-    "k3_kl",
-    "log_gap",
-    "sequence_log_ratio",
-    "stepwise_clip",
-    "stepwise_lower_bound",
-]
+__all__ = ["ALGORITHMS", "FTIS", "GRPO", "GSPO", "HACPO", "LUFFY", "OPD", "RFT", "TOPR", "Naive", "RobustHACPO"]
+__all__ += ["Algorithm", "CapabilityOptions", "Explanation", "Imitation", "Sequences", "SuccessGated", "Swarm", "Terms"]
+__all__ += ["Advantages", "CapabilityTracker", "Reading", "baseline_bias", "capability_advantages", "capability_ratios"]
+__all__ += ["clipped_minimum", "exponential_ratio", "group_advantages", "k3_kl", "log_gap", "sequence_log_ratio"]
+__all__ += ["stepwise_clip", "stepwise_lower_bound"]

@@ -32,13 +32,12 @@ class Advantages:
 
 
 def sum_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
-    return torch.zeros(size, dtype=values_N.dtype, device=values_N.device).index_add_(0, index_N, values_N)
+    return values_N.new_zeros(size).index_add_(0, index_N, values_N)
 
 
 def mean_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
     """Mean of the values at each index; 0 where there are no values."""
-    count = sum_by(torch.ones_like(values_N), index_N, size)
-    return sum_by(values_N, index_N, size) / count.clamp(min=1)
+    return sum_by(values_N, index_N, size) / sum_by(torch.ones_like(values_N), index_N, size).clamp(min=1)
 
 
 def _variance_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
@@ -48,21 +47,12 @@ def _variance_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
     return sum_by(centred_N**2, index_N, size) / (count - 1).clamp(min=1)
 
 
-def deviation_by(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:
-    return _variance_by(values_N, index_N, size).sqrt()
-
-
 def _range_by(values_N: Tensor, index_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    low = torch.full((size,), torch.inf, dtype=values_N.dtype, device=values_N.device).scatter_reduce_(
-        0, index_N, values_N, "amin"
-    )
-    high = torch.full((size,), -torch.inf, dtype=values_N.dtype, device=values_N.device).scatter_reduce_(
-        0, index_N, values_N, "amax"
-    )
-    return low, high
+    low = values_N.new_full((size,), torch.inf).scatter_reduce_(0, index_N, values_N, "amin")
+    return low, values_N.new_full((size,), -torch.inf).scatter_reduce_(0, index_N, values_N, "amax")
 
 
-def _num_prompts(prompt_N: Tensor) -> int:
+def num_prompts(prompt_N: Tensor) -> int:
     return int(prompt_N.max()) + 1 if len(prompt_N) else 0
 
 
@@ -73,14 +63,14 @@ def divisors(rewards_N: Tensor, prompt_N: Tensor, scale_rewards: ScaleRewards, b
     index_N = prompt_N
     if scale_rewards == "batch":
         index_N = torch.zeros_like(prompt_N) if batch_N is None else batch_N
-    return deviation_by(rewards_N, index_N, _num_prompts(index_N))[index_N] + SIGMA_EPSILON
+    return _variance_by(rewards_N, index_N, num_prompts(index_N)).sqrt()[index_N] + SIGMA_EPSILON
 
 
 def group_advantages(
     rewards_N: Tensor, prompt_N: Tensor, scale_rewards: ScaleRewards = "group", batch_N: Tensor | None = None
 ) -> Advantages:
     """A = (R - mean) / (std + 1e-6) within each prompt; 0 where all rewards are equal."""
-    P = _num_prompts(prompt_N)
+    P = num_prompts(prompt_N)
     low_P, high_P = _range_by(rewards_N, prompt_N, P)
     baseline_N = mean_by(rewards_N, prompt_N, P)[prompt_N]
     advantage_N = (rewards_N - baseline_N) / divisors(rewards_N, prompt_N, scale_rewards, batch_N)
@@ -104,10 +94,9 @@ def capability_advantages(
     by the plain mean if k has none. `cross_baseline="source"` gives a foreign rollout its source's mu_j instead of the
     learner's mu_k.
     """
-    P, K = _num_prompts(prompt_N), len(omega_KK)
+    P, K = num_prompts(prompt_N), len(omega_KK)
     low_P, high_P = _range_by(rewards_N, prompt_N, P)
     spread_P = high_P > low_P
-
     mu_KP, guarded_KP = [], []
     for k in range(K):
         mu_P = mean_by(omega_KK[k, source_N] * rewards_N, prompt_N, P)
@@ -122,18 +111,12 @@ def capability_advantages(
             fallback_P = torch.where(has_own_P, own_mean_P, mean_by(rewards_N, prompt_N, P))
             mu_P = torch.where(outside_P, fallback_P, mu_P)
         mu_KP.append(mu_P)
-
     whose_N = source_N if cross_baseline == "source" else torch.full_like(source_N, learner)
     baseline_N = torch.stack(mu_KP)[whose_N, prompt_N]
     advantage_N = (rewards_N - baseline_N) / divisors(rewards_N, prompt_N, scale_rewards)
-    bias_P, bias_noise_P = baseline_bias(rewards_N, prompt_N, source_N, learner, omega_KK[learner])
-    return Advantages(
-        advantage_N * spread_P[prompt_N],
-        baseline_N,
-        guarded_share=float(guarded_KP[learner].sum() / spread_P.sum().clamp(min=1)),
-        bias_P=bias_P,
-        bias_noise_P=bias_noise_P,
-    )
+    guarded_share = float(guarded_KP[learner].sum() / spread_P.sum().clamp(min=1))
+    bias = baseline_bias(rewards_N, prompt_N, source_N, learner, omega_KK[learner])
+    return Advantages(advantage_N * spread_P[prompt_N], baseline_N, guarded_share, *bias)
 
 
 def baseline_bias(
@@ -147,7 +130,7 @@ def baseline_bias(
     that one global omega makes on each prompt. Prompts where an agent has exactly one reward, or the learner fewer than
     two, are left out: their noise cannot be estimated.
     """
-    P, K = _num_prompts(prompt_N), len(omega_K)
+    P, K = num_prompts(prompt_N), len(omega_K)
     cell_N = prompt_N * K + source_N
     count_PK = sum_by(torch.ones_like(rewards_N), cell_N, P * K).view(P, K)
     var_PK = _variance_by(rewards_N, cell_N, P * K).view(P, K)

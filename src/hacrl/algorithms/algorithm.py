@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, ScaleRewards, group_advantages, sum_by
-from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, performance
-from hacrl.algorithms.explanation import Explanation
+from hacrl.algorithms.capability import CapabilityOptions, CapabilityTracker, capability_ratios, shifted
 from hacrl.algorithms.imitation import Imitation
-from hacrl.algorithms.spans import Reading
+from hacrl.algorithms.terms import Sequences, Terms
 
 LARGEST = 1_000_000_000
 """The largest number that an option accepts."""
@@ -29,66 +28,48 @@ LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"]
 """How tokens and rollouts are averaged, by TRL's names; `cispo` also replaces the clip."""
 
 
-@dataclass
-class Sequences:
-    """N rollouts as one learner sees them at one update."""
+@dataclass(frozen=True)
+class Reading:
+    """A text in the tokens of one model."""
 
-    logp_NT: Tensor
-    """The learner's log-probability of each completion token, at its temperature."""
-    mask_NT: Tensor
-    """True at the positions that are tokens of the completion."""
-    old_logp_N: Tensor
-    """Log-probability of the completion that its source recorded when it sampled, summed over the source's tokens. With
-    `Algorithm.rescores_foreign`: the learner's own sum before its first update of the step."""
-    old_length_N: Tensor
-    """The number of tokens in the sum `old_logp_N`."""
-    bytes_N: Tensor
-    """Length of the completion's text in UTF-8 bytes."""
-    own_N: Tensor
-    """True for rollouts that the learner itself sampled."""
-    advantage_N: Tensor
-    omega_N: Tensor
-    """The coefficient omega(j, k) = C_j / C_k of `Algorithm.coefficients`; 1 for own rollouts."""
-    old_logp_NT: Tensor
-    """Token log-probabilities at sampling; with another tokenizer, the source's sum spread evenly over tokens."""
-    token_advantage_NT: Tensor | None = None
-    """Added to `advantage_N` at each token, 0 after the last token; None adds nothing."""
+    logps: Sequence[float]
+    """Log-probability of each token."""
+    ends: Sequence[int] | None = None
+    """Where in the text each token ends, never falling; one that ends inside a character ends where the next border is.
+    None: the tokens are those of the model that this reading is compared with."""
 
-    @property
-    def advantage_NT(self) -> Tensor:
-        """The advantage of each token, or one column (N, 1) if all tokens of a rollout share it."""
-        advantage_N1 = self.advantage_N[:, None]
-        return advantage_N1 if self.token_advantage_NT is None else advantage_N1 + self.token_advantage_NT
 
-    @property
-    def mean_advantage_N(self) -> Tensor:
-        """The mean advantage over each rollout's tokens."""
-        if self.token_advantage_NT is None:
-            return self.advantage_N
-        return self.advantage_N + self.token_advantage_NT.sum(1) / self.length_N.clamp(min=1)
+@dataclass(frozen=True)
+class Explanation:
+    """Sentences about one algorithm with its options. None: the algorithm has no such thing, or does not explain it."""
+
+    ratio: str | None = None
+    """What s is."""
+    own_weight: str | None = None
+    """What multiplies the advantage of an own rollout, and when the learner learns nothing from the rollout."""
+    weight: str | None = None
+    """What multiplies the advantage of a foreign rollout, and which foreign rollouts are used."""
+    band: str | None = None
+    """The range of s in which a foreign rollout is learned from."""
+    wrong_filter: str | None = None
+    """Which foreign rollouts with A < 0 are left out, for an algorithm that filters only those and has no band."""
+    capability: str | None = None
+    """What C is."""
+    omega: str | None = None
+    """What omega is and does; None if omega has no effect."""
+    decision: str | None = None
+    """Which choice this project made where the paper leaves it open."""
 
     @property
-    def logp_N(self) -> Tensor:
-        return torch.where(self.mask_NT, self.logp_NT, 0.0).sum(1)
-
-    @property
-    def length_N(self) -> Tensor:
-        return self.mask_NT.sum(1)
+    def leaves_out(self) -> str | None:
+        """Why a foreign rollout with A other than 0 may teach nothing; None if all of them teach."""
+        return self.band or self.wrong_filter
 
 
-@dataclass
-class Terms:
-    """Each rollout's term of the objective, and the quantities it is computed from."""
-
-    objective_N: Tensor
-    """The terms to maximise: the only tensor here with a gradient."""
-    log_ratio_N: Tensor
-    lower_N: Tensor
-    upper_N: Tensor
-    kept_N: Tensor
-    """True for rollouts whose gradient passes the clip."""
-    weight_N: Tensor
-    """The factor of the advantage in the objective."""
+def ratio_sentence(unit: str = "each per token of its own") -> str:
+    """A sentence that explains s when it compares with the probability that the source recorded."""
+    now, then = "how likely a rollout is for the learner", "how likely it was for its source when it was sampled"
+    return f"s compares {now} with {then}, {unit}; at 1 they agree."
 
 
 @dataclass(frozen=True)
@@ -126,10 +107,8 @@ class Algorithm(ABC):
         if self.loss_type == "cispo" and "epsilon_high" not in vars(self):
             raise ValueError(f"loss_type: {self.name} has no clip that cispo could replace; choose another one")
         if self.loss_type == "cispo" and vars(self)["epsilon_high"] < 1:
-            raise ValueError(
-                "loss_type: for cispo epsilon_high is the largest ratio itself, as in TRL; set it to 1 or more, for "
-                "example 5"
-            )
+            what = "the largest ratio itself, as in TRL; set it to 1 or more, for example 5"
+            raise ValueError(f"loss_type: for cispo epsilon_high is {what}")
 
     @property
     def compares_tokens(self) -> bool:
@@ -237,7 +216,8 @@ class CapabilityAware(Algorithm):
         return CapabilityTracker(num_agents, self.capability)
 
     def performance(self, rewards_N: Tensor) -> float:
-        return performance(rewards_N, self.reward_min, self.capability)
+        shifted_N = shifted(rewards_N, self.reward_min)
+        return float(((shifted_N > 0).to(rewards_N) if self.capability.metric == "positive_rate" else shifted_N).mean())
 
     def omega(self, capabilities: list[float | None]) -> Tensor:
         return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)

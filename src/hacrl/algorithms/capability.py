@@ -38,37 +38,27 @@ class CapabilityOptions:
 
     def omega_sentence(self) -> str:
         """Beginning of a sentence that explains omega; the caller adds what omega does."""
-        limits = f"limited to {self.ratio_min:g} to {self.ratio_max:g}"
-        return f"ω is the source's capability C divided by the learner's, {limits}"
+        limits = f"{self.ratio_min:g} to {self.ratio_max:g}"
+        return f"ω is the source's capability C divided by the learner's, limited to {limits}"
 
-
-def capability_sentence(options: CapabilityOptions, reward_min: float = 0.0, *, used: bool) -> str:
-    """A sentence that explains C; `used` says whether C affects learning."""
-    what = f"mean reward{f' counted from {reward_min:g}' if reward_min else ''}"
-    if options.metric == "positive_rate":
-        what = f"share of rewards above {reward_min:g}"
-    steps = f"{options.window} steps" if options.window > 1 else "step"
-    when = f"the last {steps}" if options.include_current else f"the {steps} before the current one"
-    return f"C is an agent's {what} over {when}{'' if used else '; it is shown for comparison and acts on nothing'}."
+    def sentence(self, reward_min: float = 0.0, *, used: bool = False) -> str:
+        """A sentence that explains C; `used` says whether C affects learning."""
+        what = f"mean reward{f' counted from {reward_min:g}' if reward_min else ''}"
+        if self.metric == "positive_rate":
+            what = f"share of rewards above {reward_min:g}"
+        steps = f"{self.window} steps" if self.window > 1 else "step"
+        when = f"the last {steps}" if self.include_current else f"the {steps} before the current one"
+        unused = "" if used else "; it is shown for comparison and acts on nothing"
+        return f"C is an agent's {what} over {when}{unused}."
 
 
 def shifted(rewards_N: Tensor, reward_min: float) -> Tensor:
     """Rewards minus `reward_min`, so that they are >= 0, as a ratio of means needs."""
     lowest = float(rewards_N.min()) if len(rewards_N) else reward_min
     if lowest < reward_min:
-        raise ValueError(
-            f"a reward of {lowest:g} is below reward_min ({reward_min:g}); capability is a "
-            f"ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
-        )
+        advice = "capability is a ratio of mean rewards, so set algorithm.reward_min to the smallest possible reward"
+        raise ValueError(f"a reward of {lowest:g} is below reward_min ({reward_min:g}); {advice}")
     return rewards_N - reward_min
-
-
-def performance(rewards_N: Tensor, reward_min: float, options: CapabilityOptions) -> float:
-    """P_t, the performance of one agent, from its rewards in one batch."""
-    shifted_N = shifted(rewards_N, reward_min)
-    if options.metric == "positive_rate":
-        shifted_N = (shifted_N > 0).to(rewards_N)
-    return float(shifted_N.mean())
 
 
 class CapabilityTracker:
@@ -89,12 +79,9 @@ class CapabilityTracker:
 
     def capabilities(self) -> list[float | None]:
         """C of each agent, at least `CAPABILITY_FLOOR`; None for an agent without a performance in the window."""
-        result: list[float | None] = []
-        for history in self._history:
-            known = [p for step, p in history if self.options.include_current or step < self._step]
-            known = known[-self.options.window :]
-            result.append(max(sum(known) / len(known), CAPABILITY_FLOOR) if known else None)
-        return result
+        last = self._step if self.options.include_current else self._step - 1
+        known = [[p for step, p in history if step <= last][-self.options.window :] for history in self._history]
+        return [max(sum(window) / len(window), CAPABILITY_FLOOR) if window else None for window in known]
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, "history": [list(history) for history in self._history]}
@@ -105,13 +92,12 @@ class CapabilityTracker:
         self._step = state["step"]
         for history, saved in zip(self._history, state["history"], strict=True):
             history.clear()
-            history.extend((step, performance) for step, performance in saved)
+            history.extend(map(tuple, saved))
 
 
 def capability_ratios(capabilities: Sequence[float | None], ratio_min: float = 0.1, ratio_max: float = 10.0) -> Tensor:
     """omega[k, j] = clamp(C_k / C_j): agents x agents, float64; 1 if either C is unknown."""
-    n = len(capabilities)
-    omega_KK = torch.ones(n, n, dtype=torch.float64)
+    omega_KK = torch.ones(len(capabilities), len(capabilities), dtype=torch.float64)
     for k, c_k in enumerate(capabilities):
         for j, c_j in enumerate(capabilities):
             if k != j and c_k is not None and c_j is not None:

@@ -14,11 +14,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
-from hacrl.algorithms.foreign import mean_over_tokens, own_or_foreign, unbounded
+from hacrl.algorithms.algorithm import Algorithm, Explanation
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.importance import LOG_RATIO_LIMIT, k3_kl
+from hacrl.algorithms.terms import LOG_RATIO_LIMIT, Sequences, Terms, k3_kl, mean_over_tokens, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,22 @@ class FTIS(Algorithm):
         weight_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=self.cap)
         # The factor exp(logp - logp.detach()) is 1 and has the gradient of the log-probability.
         weight_N = mean_over_tokens(weight_NT * (logp_NT - logp_NT.detach()).exp(), mask_NT)
-        far_N = k3_kl(old_logp_NT, logp_NT.detach(), mask_NT) > self.kl_max
-        left_out_N = far_N & (sequences.advantage_N < 0)
+        left_out_N = (k3_kl(old_logp_NT, logp_NT.detach(), mask_NT) > self.kl_max) & (sequences.advantage_N < 0)
         foreign = unbounded(torch.where(left_out_N, 0.0, weight_N), sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def explain(self, num_agents: int) -> Explanation:
+        decision = (
+            "Decision: F-TIS is not defined between agents with different tokenizers; there a source's log-probability "
+            "is spread evenly over the learner's tokens (algorithm.spread)."
+        )
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             weight=(
                 "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
                 f"its source, at most {self.cap:g}; s does not affect it."
             ),
-            decision=(
-                "Decision: F-TIS is not defined between agents with different tokenizers; there a source's "
-                "log-probability is spread evenly over the learner's tokens (algorithm.spread)."
-            )
-            if self.spread
-            else None,
+            decision=decision if self.spread else None,
             wrong_filter=(
                 "A foreign rollout with A < 0 is left out where the KL divergence between its source and the learner "
                 f"is above {self.kl_max:g} per token."

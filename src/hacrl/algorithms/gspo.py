@@ -4,39 +4,40 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from hacrl.algorithms.algorithm import Algorithm, LossType, Sequences, Terms
-from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
-from hacrl.algorithms.clipping import clipped_minimum
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
-from hacrl.algorithms.foreign import as_if_on_policy, unbounded
-from hacrl.algorithms.importance import has_gradient, sequence_log_ratio
+from hacrl.algorithms.algorithm import Algorithm, Explanation, LossType, ratio_sentence
+from hacrl.algorithms.capability import CapabilityOptions
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, banded, has_gradient, unbounded
+
+
+def clipped_minimum(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> tuple[Tensor, Tensor]:
+    """min(s A, clip(s, 1 - epsilon, 1 + epsilon_high) A) of sequences or tokens, and a mask of what has a gradient."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    objective = torch.minimum(ratio * advantage, clipped * advantage)
+    too_high = (advantage > 0) & (ratio > 1 + epsilon_high)
+    too_low = (advantage < 0) & (ratio < 1 - epsilon)
+    return objective, ~too_high & ~too_low & (advantage != 0)
+
+
+def clipped_ratio(ratio: Tensor, advantage: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
+    """The factor of A in `clipped_minimum`."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    return torch.where(advantage >= 0, torch.minimum(ratio, clipped), torch.maximum(ratio, clipped))
 
 
 def gspo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:
-    """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len); for `cispo` min(s, epsilon_high) A logp / len.
-
-    No gradient goes through the minimum of `cispo`.
+    """min(s A, clip(s) A) with s = exp(logp / len - old_logp / old_len); for `cispo` min(s, epsilon_high) A logp / len,
+    without a gradient through the minimum.
     """
-    log_ratio_N = sequence_log_ratio(sequences.logp_N, sequences.length_N, sequences.old_logp_N, sequences.old_length_N)
-    ratio_N, advantage_N = log_ratio_N.exp(), sequences.advantage_N
+    log_ratio_N, advantage_N = sequences.log_ratio_N, sequences.advantage_N
+    ratio_N = log_ratio_N.exp()
     if loss_type == "cispo":
         weight_N = ratio_N.detach().clamp(max=epsilon_high) * as_if_on_policy(sequences)
         return unbounded(weight_N, advantage_N, log_ratio_N.detach())
     objective_N, kept_N = clipped_minimum(ratio_N, advantage_N, epsilon, epsilon_high)
-    clipped_N = ratio_N.clamp(1 - epsilon, 1 + epsilon_high)
-    return Terms(
-        objective_N,
-        log_ratio_N.detach(),
-        torch.full_like(log_ratio_N, 1 - epsilon),
-        torch.full_like(log_ratio_N, 1 + epsilon_high),
-        kept_N & has_gradient(log_ratio_N),
-        torch.where(
-            advantage_N >= 0,
-            torch.minimum(ratio_N, clipped_N),
-            torch.maximum(ratio_N, clipped_N),
-        ).detach(),
-    )
+    weight_N = clipped_ratio(ratio_N, advantage_N, epsilon, epsilon_high)
+    return banded(objective_N, log_ratio_N, 1 - epsilon, 1 + epsilon_high, kept_N & has_gradient(log_ratio_N), weight_N)
 
 
 def gspo_explanation(epsilon: float, epsilon_high: float, loss_type: LossType) -> Explanation:
@@ -45,7 +46,7 @@ def gspo_explanation(epsilon: float, epsilon_high: float, loss_type: LossType) -
     return Explanation(
         ratio=ratio_sentence(),
         own_weight=f"An own rollout has the weight {weight_of(epsilon_high, loss_type)}. {band}",
-        capability=capability_sentence(CapabilityOptions(), used=False),
+        capability=CapabilityOptions().sentence(),
     )
 
 
@@ -56,10 +57,8 @@ def weight_of(epsilon_high: float, loss_type: LossType) -> str:
 
 def clip_sentence(band: str, epsilon: float, epsilon_high: float) -> str:
     """A sentence that explains the clip of `gspo_terms`; `band` is its subject, such as "Its band"."""
-    return (
-        f"{band} is {1 - epsilon:g} to {1 + epsilon_high:g}: "
-        "it teaches nothing where A > 0 and s is above, or where A < 0 and s is below."
-    )
+    nothing = "it teaches nothing where A > 0 and s is above, or where A < 0 and s is below."
+    return f"{band} is {1 - epsilon:g} to {1 + epsilon_high:g}: {nothing}"
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hacrl.algorithms.advantage import (
-    EDGE,
-    Advantages,
-    divisors,
-    group_advantages,
-    mean_by,
-    sum_by,
-)
-from hacrl.algorithms.algorithm import CapabilityAware, Sequences, Terms, means_by_source
-from hacrl.algorithms.capability import capability_sentence
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
-from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
+from hacrl.algorithms.advantage import EDGE, Advantages, divisors, group_advantages, mean_by, num_prompts, sum_by
+from hacrl.algorithms.algorithm import CapabilityAware, Explanation, means_by_source, ratio_sentence
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
-from hacrl.algorithms.importance import sequence_log_ratio
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, sequence_log_ratio, unbounded
 
 
 @dataclass(frozen=True)
@@ -59,29 +49,25 @@ class RobustHACPO(CapabilityAware):
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
         """Own advantages as in GSPO; foreign ones are 0 on prompts where the learner has no reward of its own."""
-        P = int(prompt_N.max()) + 1 if len(prompt_N) else 0
-        own_N = source_N == learner
-        own = group_advantages(rewards_N[own_N], prompt_N[own_N], self.scale_rewards)
+        P, own_N = num_prompts(prompt_N), source_N == learner
+        own_rewards, own_prompts = rewards_N[own_N], prompt_N[own_N]
         advantage_N = torch.zeros_like(rewards_N)
-        advantage_N[own_N] = own.advantage_N
-        own_mean_P = mean_by(rewards_N[own_N], prompt_N[own_N], P)
+        advantage_N[own_N] = group_advantages(own_rewards, own_prompts, self.scale_rewards).advantage_N
         has_own_P = sum_by(own_N.to(rewards_N), prompt_N, P) > 0
-        baseline_N = own_mean_P[prompt_N]
-        for source in range(len(omega_KK)):
-            if source == learner:
-                continue
-            of_pair_N = own_N | (source_N == source)
+        baseline_N = mean_by(own_rewards, own_prompts, P)[prompt_N]
+        for source in (j for j in range(len(omega_KK)) if j != learner):
+            of_source_N = source_N == source
+            of_pair_N = own_N | of_source_N
             divisor_N = torch.ones_like(rewards_N)
             divisor_N[of_pair_N] = divisors(rewards_N[of_pair_N], prompt_N[of_pair_N], self.scale_rewards)
             compared_N = baseline_N
             if self.foreign == "centred":
-                of_source_N = source_N == source
                 compared_N = mean_by(rewards_N[of_source_N], prompt_N[of_source_N], P)[prompt_N]
             better_N = (rewards_N - compared_N) / divisor_N * has_own_P[prompt_N]
             better_N = torch.where(better_N.abs() > EDGE, better_N, 0.0)  # equal up to rounding
             if self.foreign == "right":
                 better_N = better_N.clamp(min=0)
-            advantage_N = torch.where(source_N == source, better_N, advantage_N)
+            advantage_N = torch.where(of_source_N, better_N, advantage_N)
         return Advantages(advantage_N, baseline_N)
 
     def coefficients(self, source_N: Tensor, learner: int, omega_KK: Tensor) -> Tensor:
@@ -99,8 +85,8 @@ class RobustHACPO(CapabilityAware):
         if self.foreign == "exact":
             exact_N = (sequences.logp_N.detach() - sequences.old_logp_N).clamp(max=0.0).exp()
             ratio_N = torch.where(sequences.advantage_N < 0, exact_N, ratio_N)
-        weight_N = sequences.omega_N * ratio_N
-        foreign = unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, log_ratio_N)
+        weight_N = sequences.omega_N * ratio_N * as_if_on_policy(sequences)
+        foreign = unbounded(weight_N, sequences.advantage_N, log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
@@ -114,16 +100,14 @@ class RobustHACPO(CapabilityAware):
             "right": "; others are not used",
             "all": "",
             "centred": ". Its reward is compared with the mean of its source",
-            "exact": (
-                ". Where A < 0, the learner's probability of the whole answer over its source's, at most 1, takes the "
-                "place of min(s, 1)"
-            ),
+            "exact": ". Where A < 0, the learner's probability of the whole answer over its source's, at most 1, takes "
+            "the place of min(s, 1)",
         }[self.foreign]
         effect = "below 1 the source's rollouts count for less by this factor, above 1 they do not count for more"
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             ratio=ratio_sentence("both per token of the learner") if self.ratio_unit == "learner" else ratio_sentence(),
             weight=f"A foreign rollout{better} has the weight {weight}{others}.",
-            capability=capability_sentence(self.capability, self.reward_min, used=discounts),
+            capability=self.capability.sentence(self.reward_min, used=discounts),
             omega=f"{self.capability.omega_sentence()}; {effect}." if discounts else None,
         )

@@ -42,10 +42,8 @@ class Imitation:
 
     def __post_init__(self) -> None:
         for name, most in (("epochs", 10_000), ("rate", 1000), ("batch_size", 1_000_000), ("memory", 1_000_000)):
-            if not 0 < getattr(self, name) <= most:
-                raise ValueError(
-                    f"imitation.{name} must lie above 0 and be at most {most:,}, but is {getattr(self, name)}"
-                )
+            if not 0 < (value := getattr(self, name)) <= most:
+                raise ValueError(f"imitation.{name} must lie above 0 and be at most {most:,}, but is {value}")
         for name in ("confidence", "focus"):
             if not 0 <= getattr(self, name) <= 1000:
                 raise ValueError(f"imitation.{name} must lie between 0 and 1,000, but is {getattr(self, name)}")
@@ -69,23 +67,21 @@ class Imitation:
         if self.when == "never":
             return None
         whose = {"all": "everybody's", "own": "its own", "others": "the other agents'"}[self.answers]
-        time = {
-            "step": "After each step, each agent fine-tunes on this step's right answers",
-            "middle": "After half of the steps, each agent fine-tunes on all right answers so far",
-            "end": "After the last step, each agent fine-tunes on all right answers of the run",
+        time, which = {
+            "step": ("After each step", "this step's right answers"),
+            "middle": ("After half of the steps", "all right answers so far"),
+            "end": ("After the last step", "all right answers of the run"),
         }[self.when]
-        amount = f"{self.epochs:g} passes"
+        amount = "passes"
         if self.when == "step" and self.memory > 1:
-            time = f"After each step, each agent fine-tunes on right answers of the last {self.memory:,} steps"
-            amount = f"{self.epochs:g} times as many as the step added"
+            which, amount = f"right answers of the last {self.memory:,} steps", "times as many as the step added"
         drawn = ["the surer their source was of them"] * (self.confidence > 0)
         drawn += ["the more often the agent itself failed the prompt"] * (self.focus > 0)
         choice = f", drawn more often {' and '.join(drawn)}" if drawn else ""
         start = ", from the weights it began the run with" if self.restart and self.when != "step" else ""
-        return (
-            f"{time} ({whose}, with a reward of at least {self.min_reward:g}){start}: {amount}{choice}, in updates of "
-            f"{self.batch_size}, at {self.rate:g} times its learning rate."
-        )
+        how = f"in updates of {self.batch_size}, at {self.rate:g} times its learning rate"
+        which = f"{which} ({whose}, with a reward of at least {self.min_reward:g}){start}"
+        return f"{time}, each agent fine-tunes on {which}: {self.epochs:g} {amount}{choice}, {how}."
 
 
 def middle(max_steps: int) -> int:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
-from hacrl.algorithms.foreign import mean_of_each_source, mean_over_tokens, own_or_foreign, unbounded
+from hacrl.algorithms.algorithm import Algorithm, Explanation, means_by_source
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.terms import Sequences, Terms, mean_over_tokens, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class LUFFY(Algorithm):
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
-        return mean_of_each_source(source_N)
+        return means_by_source(source_N, learner, 1.0)
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(

@@ -8,9 +8,9 @@ model's probability is the denominator of a foreign rollout's ratio; `ratio` off
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
+from hacrl.algorithms.algorithm import Algorithm, Explanation, ratio_sentence
 from hacrl.algorithms.gspo import clip_sentence, gspo_explanation, gspo_terms, weight_of
+from hacrl.algorithms.terms import Sequences, Terms
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,17 @@ class Naive(Algorithm):
             "s compares how likely a rollout is for the learner with how likely it was for the same learner before, "
             "per token: when it sampled an own one, and before the first update of the step for a foreign one."
         )
+        taken, other = ("its source", "own") if self.ratio == "source" else ("the learner itself", "source")
+        decision = (
+            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here "
+            f"it is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
+        )
+        weight = weight_of(self.epsilon_high, self.loss_type)
+        band = clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high)
         return replace(
             gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
             ratio=to_itself if self.ratio == "own" else ratio_sentence(),
-            weight=f"A foreign rollout is used like an own one: its weight is "
-            f"{weight_of(self.epsilon_high, self.loss_type)}.",
-            band=None
-            if self.loss_type == "cispo"
-            else clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high),
-            decision=self._decision() if num_agents > 1 else None,
-        )
-
-    def _decision(self) -> str:
-        taken, other = ("its source", "own") if self.ratio == "source" else ("the learner itself", "source")
-        return (
-            "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here "
-            f"it is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
+            weight=f"A foreign rollout is used like an own one: its weight is {weight}.",
+            band=None if self.loss_type == "cispo" else band,
+            decision=decision if num_agents > 1 else None,
         )

@@ -8,7 +8,8 @@ difference over the learner's own tokens estimates -KL(learner || teacher). The 
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -16,11 +17,46 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
+from hacrl.algorithms.algorithm import Algorithm, Explanation, Reading, ratio_sentence
+from hacrl.algorithms.capability import CapabilityOptions
 from hacrl.algorithms.grpo import grpo_terms
-from hacrl.algorithms.spans import LONGEST_SPAN, Reading, log_gap
+from hacrl.algorithms.terms import Sequences, Terms
+
+LONGEST_SPAN = 6
+"""Most tokens of a span for either model: the sum over a longer span says little about a single token."""
+CERTAIN = -1e-4
+"""Spans with a log-probability above this are left out: it is too close to 0 to be divided among tokens."""
+
+
+def common_spans(own_ends: Sequence[int], other_ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """The smallest spans of text that begin and end at token borders of both models, as slices of both token lists.
+
+    Leading tokens without text belong to no span, and neither do tokens after the last common border.
+    """
+    own, other, begin = 0, 0, 0
+    for end in sorted(set(own_ends) & set(other_ends)):
+        own_stop, other_stop = bisect_right(own_ends, end), bisect_right(other_ends, end)
+        if end > begin:
+            yield slice(own, own_stop), slice(other, other_stop)
+        own, other, begin = own_stop, other_stop, end
+
+
+def log_gap(own: Reading, other: Reading) -> list[float]:
+    """How much more likely each token of `own` is for the other model, as a difference of logs; NaN where left out.
+
+    With one vocabulary this is log p_other - log p_own. Otherwise it is (S_other / S_own - 1) log p_own, where S is the
+    sum over a span. Both formulas agree if the span is one token for both models. This is plain Python, which is faster
+    than tensors for the few tokens of one text.
+    """
+    if own.ends is None or other.ends is None:
+        return [theirs - mine for mine, theirs in zip(own.logps, other.logps, strict=True)]
+    gap = [math.nan] * len(own.logps)
+    for mine, theirs in common_spans(own.ends, other.ends):
+        own_sum, other_sum = sum(own.logps[mine]), sum(other.logps[theirs])
+        longest = max(mine.stop - mine.start, theirs.stop - theirs.start)
+        if longest <= LONGEST_SPAN and own_sum <= CERTAIN:
+            gap[mine] = [(other_sum / own_sum - 1) * logp for logp in own.logps[mine]]
+    return gap
 
 
 @dataclass(frozen=True)
@@ -44,9 +80,7 @@ class OPD(Algorithm):
         if self.teachers == "all":
             return others
         own = capabilities[learner]
-        return [
-            j for j in others if own is not None and (capability := capabilities[j]) is not None and capability > own
-        ]
+        return [j for j in others if own is not None and (theirs := capabilities[j]) is not None and theirs > own]
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
@@ -55,8 +89,7 @@ class OPD(Algorithm):
         return replace(found, advantage_N=self.reward_weight * found.advantage_N)
 
     def token_advantages(self, own: Reading, others: Sequence[Reading | None]) -> Tensor:
-        readers = sum(other is not None for other in others)
-        unread = [math.nan] * len(own.logps)
+        readers, unread = sum(other is not None for other in others), [math.nan] * len(own.logps)
         gaps = [unread if other is None else log_gap(own, other) for other in others]
         gap_JT = torch.tensor(gaps, dtype=torch.float64).view(len(others), len(own.logps))
         return self.weight / max(readers, 1) * gap_JT.clamp(-self.clamp, self.clamp)
@@ -82,5 +115,5 @@ class OPD(Algorithm):
                 "mean over its tokens. Each token has as its weight its own ratio, of now to when it was sampled, "
                 f"{band}"
             ),
-            capability=capability_sentence(CapabilityOptions(), used=self.teachers == "stronger"),
+            capability=CapabilityOptions().sentence(used=self.teachers == "stronger"),
         )

@@ -14,7 +14,7 @@ their own rollouts. Common forms:
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hacrl.algorithms.explanation import Explanation
+from hacrl.algorithms.algorithm import Explanation
 from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.imitation import Imitation, middle
 
@@ -38,15 +38,16 @@ class RFT(GSPO):
         return {"always": True, "before": first_half, "after": not first_half, "never": False}[self.reinforce]
 
     def keeps_answers(self, step: int, max_steps: int) -> bool:
-        kept = super().keeps_answers(step, max_steps)
-        return kept and not (self.reinforce == "before" and step <= middle(max_steps))
+        early = self.reinforce == "before" and step <= middle(max_steps)
+        return super().keeps_answers(step, max_steps) and not early
 
     def explain(self, num_agents: int) -> Explanation:
         told = super().explain(num_agents)
-        when = {
+        if self.reinforce == "never":
+            return replace(told, own_weight="It is not learned from in the step itself. ")
+        half = {
             "always": "",
             "before": "In the first half of the steps: ",
             "after": "In the second half of the steps: ",
-            "never": "It is not learned from in the step itself. ",
-        }[self.reinforce]
-        return replace(told, own_weight=when if self.reinforce == "never" else f"{when}{told.own_weight}")
+        }
+        return replace(told, own_weight=f"{half[self.reinforce]}{told.own_weight}")

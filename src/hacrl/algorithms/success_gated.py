@@ -12,11 +12,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages, sum_by
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
-from hacrl.algorithms.foreign import as_if_on_policy, mean_of_each_source, own_or_foreign, unbounded
+from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages, num_prompts, sum_by
+from hacrl.algorithms.algorithm import Algorithm, Explanation, means_by_source
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class SuccessGated(Algorithm):
         own = group_advantages(rewards_N, prompt_N * len(omega_KK) + source_N, self.scale_rewards, source_N)
         pooled = group_advantages(rewards_N, prompt_N, self.scale_rewards)
         own_N, success_N = source_N == learner, pooled.advantage_N > EDGE
-        size = int(prompt_N.max()) + 1 if len(prompt_N) else 0
-        solved_P = sum_by((own_N & success_N).to(rewards_N), prompt_N, size) > 0
+        solved_P = sum_by((own_N & success_N).to(rewards_N), prompt_N, num_prompts(prompt_N)) > 0
         transferred_N = success_N & ~solved_P[prompt_N]
         return Advantages(
             torch.where(own_N, own.advantage_N, pooled.advantage_N * transferred_N),
@@ -53,7 +51,7 @@ class SuccessGated(Algorithm):
         return own_or_foreign(sequences.own_N, own, foreign)
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
-        return mean_of_each_source(source_N)
+        return means_by_source(source_N, learner, 1.0)
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(

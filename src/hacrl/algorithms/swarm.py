@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.explanation import Explanation
-from hacrl.algorithms.foreign import as_if_on_policy, own_or_foreign, unbounded
+from hacrl.algorithms.algorithm import Algorithm, Explanation
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,9 @@ class Swarm(Algorithm):
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
         """Advantages within each group of one prompt and source; 0 for groups that are not used."""
-        K = len(omega_KK)
-        groups = group_advantages(rewards_N, prompt_N * K + source_N, self.scale_rewards, source_N)
-        used_N = source_N == self._chosen(prompt_N, source_N, learner, K)
-        return Advantages(groups.advantage_N * used_N, groups.baseline_N)
+        groups = group_advantages(rewards_N, prompt_N * len(omega_KK) + source_N, self.scale_rewards, source_N)
+        used_N = source_N == self._chosen(prompt_N, source_N, learner, len(omega_KK))
+        return replace(groups, advantage_N=groups.advantage_N * used_N)
 
     def _chosen(self, prompt_N: Tensor, source_N: Tensor, learner: int, num_agents: int) -> Tensor:
         """Agent whose group is used for each rollout's prompt; the learner if the agent in turn has no group."""
@@ -56,8 +54,7 @@ class Swarm(Algorithm):
         foreign_N = ((prompt_N.double() + 1) * self.share + 1e-9).floor().long() > before_N
         turn_N = torch.tensor(others, device=source_N.device)[before_N % len(others)]
         chosen_N = torch.where(foreign_N, turn_N, learner)
-        there = prompt_N[source_N == chosen_N]
-        return torch.where(torch.isin(prompt_N, there), chosen_N, learner)
+        return torch.where(torch.isin(prompt_N, prompt_N[source_N == chosen_N]), chosen_N, learner)
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
@@ -66,10 +63,8 @@ class Swarm(Algorithm):
 
     def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
         """1 / the number of rollouts used; exact if all groups have the same size."""
-        count_K = torch.bincount(source_N, minlength=learner + 1)
-        own = int(count_K[learner])
-        foreign = [int(count) for j, count in enumerate(count_K) if j != learner and count]
-        used = self._mixed(own, foreign)
+        counts: list[int] = torch.bincount(source_N, minlength=learner + 1).tolist()
+        used = self._mixed(counts.pop(learner), [count for count in counts if count])
         return torch.full(source_N.shape, 1 / max(used, 1.0), dtype=torch.float64, device=source_N.device)
 
     def rollouts_used(self, own: int, foreign: list[int]) -> int:

@@ -14,11 +14,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hacrl.algorithms.algorithm import Algorithm, Sequences, Terms
-from hacrl.algorithms.capability import CapabilityOptions, capability_sentence
-from hacrl.algorithms.explanation import Explanation, ratio_sentence
-from hacrl.algorithms.foreign import as_if_on_policy, unbounded
-from hacrl.algorithms.importance import sequence_log_ratio
+from hacrl.algorithms.algorithm import Algorithm, Explanation, ratio_sentence
+from hacrl.algorithms.capability import CapabilityOptions
+from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, unbounded
 
 WEIGHT = (
     "has the weight 1 where A > 0. Where A < 0, its weight is how much more likely the whole answer is for the learner "
@@ -34,17 +32,14 @@ class TOPR(Algorithm):
     name: Literal["topr"] = "topr"
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        log_ratio_N = sequence_log_ratio(
-            sequences.logp_N.detach(), sequences.length_N, sequences.old_logp_N, sequences.old_length_N
-        )
         likelier_N = (sequences.logp_N.detach() - sequences.old_logp_N).clamp(max=0.0).exp()
         weight_N = torch.where(sequences.advantage_N < 0, likelier_N, 1.0)
-        return unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, log_ratio_N)
+        return unbounded(weight_N * as_if_on_policy(sequences), sequences.advantage_N, sequences.log_ratio_N)
 
     def explain(self, num_agents: int) -> Explanation:
         return Explanation(
             ratio=ratio_sentence(),
             own_weight=f"An own rollout {WEIGHT}",
             weight=f"A foreign rollout {WEIGHT}",
-            capability=capability_sentence(CapabilityOptions(), used=False),
+            capability=CapabilityOptions().sentence(),
         )

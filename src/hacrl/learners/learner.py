@@ -13,10 +13,9 @@ from torch import Tensor
 from hacrl.algorithms import Algorithm, k3_kl
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
-from hacrl.learners import gap
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.minibatch import Minibatch, Texts, texts_of
-from hacrl.learners.notes import Notes, StepNotes
+from hacrl.learners.notes import Notes, StepNotes, ahead_of, check_gap, note_gap, note_gap_ahead, weigh_by_gap
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.updating import Updater
 from hacrl.learners.weights import Weights
@@ -40,26 +39,23 @@ class Learner(Updater):
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(config, weights, policy, ranks)
-        self.index, self.algorithm, self.reference = index, algorithm, reference
-        self.saves_work = saves_work
+        self.index, self.algorithm, self.reference, self.saves_work = index, algorithm, reference, saves_work
         """Whether rollouts without a gradient are left out. The result is the same, but a trace would lack them."""
-
-    # --- a step ------------------------------------------------------------------------------------
 
     def learn(self, lesson: Lesson, rollouts: Minibatch) -> LearnResult:
         """Make an optimizer update for each mini-batch of prompts. `rollouts` are the usable ones of the lesson."""
         self.set_learning_rate(lesson.learning_rate)
         own = (rollout for rollout in lesson.rollouts if rollout.source == self.index)
-        notes = StepNotes(lesson.step, stale=any(rollout.policy_version != self.updates for rollout in own))
+        notes = StepNotes(stale=any(rollout.policy_version != self.updates for rollout in own))
         with self.policy.driven():
             for positions in lesson.minibatches:
                 self.update(lesson, rollouts, positions, notes)
-        return LearnResult(notes.records(), {"learning_rate": lesson.learning_rate, **notes.metrics()})
+        records = {name: torch.cat(parts).cpu().numpy() for name, parts in notes.notes.records.items()}
+        return LearnResult(records, {"learning_rate": lesson.learning_rate, **notes.metrics()})
 
     def update(self, lesson: Lesson, rollouts: Minibatch, positions: list[int], step: StepNotes) -> None:
         """Make one optimizer update from the rollouts of these prompts; skip and count it if it is not finite."""
-        rows = rollouts.rows_of(positions)
-        if not rows:
+        if not (rows := rollouts.rows_of(positions)):
             return
         loss = partial(self.loss, step=step)
         for attempt in self.attempts(lesson.step):
@@ -67,45 +63,41 @@ class Learner(Updater):
             with attempt:
                 notes = Notes()
                 if step.first:
-                    notes.note("forward", self.score_old(rollouts, lesson.minibatches, step.stale))
+                    notes.note(forward=self.score_old(rollouts, lesson.minibatches, step.stale))
                     if step.stale:
-                        gap.note_ahead(rollouts, self.algorithm, self.device, notes)
+                        note_gap_ahead(rollouts, self.algorithm, self.device, notes)
                 minibatch = self.weighted(rollouts[rows])
+                any_own = bool(minibatch.own_N.any())
                 own, foreign = self.needed(minibatch)
                 if self.config.sampler_ratio_max is not None:
-                    gap.weigh(own, self.config.sampler_ratio_max, notes)
+                    weigh_by_gap(own, self.config.sampler_ratio_max, notes)
                 notes.add(*self.add_gradients(self.batches(own), loss))
                 if step.first:
-                    gap.check(self.config, lesson.step, notes)
-                if minibatch.own_N.any() and not minibatch.own_N.all():
+                    check_gap(self.config, lesson.step, notes)
+                if any_own and not minibatch.own_N.all():
                     own_gradients = torch._foreach_mul(self.weights.gradients, 1.0)
                 if self.saves_work and not self.algorithm.keeps_all:
                     foreign = self.kept(foreign, notes, step)
                 notes.add(*self.add_gradients(self.batches(foreign), loss))
                 total = self.ranks.norm(self.weights.gradients)
-                parts = self._norms(own_gradients, bool(minibatch.own_N.any()), float(total))
-        step.add(notes)
+                parts = {"own" if any_own else "foreign": float(total)}
+                if own_gradients is not None:
+                    rest = self.ranks.norm(torch._foreach_sub(self.weights.gradients, own_gradients))
+                    parts = {"own": float(self.ranks.norm(own_gradients)), "foreign": float(rest)}
+        step.notes.add(notes)
         objective = notes.sum("objective")
         if self.apply(total, math.isfinite(objective), lesson.step):
             step.note_update(objective, float(total), parts)
         else:
             step.nonfinite += 1
 
-    def _norms(self, own: tuple[Tensor, ...] | None, any_own: bool, total: float) -> dict[str, float]:
-        """Norms of the own and the foreign part of the gradient; `own` is None if there is one part only."""
-        if own is None:
-            return {"own" if any_own else "foreign": total}
-        foreign = torch._foreach_sub(self.weights.gradients, own)
-        return {"own": float(self.ranks.norm(own)), "foreign": float(self.ranks.norm(foreign))}
-
     def weighted(self, minibatch: Minibatch) -> Minibatch:
         """Return the rollouts of one update with their weights in its objective.
 
         The KL is averaged as the terms are; the entropy is a mean over tokens, whatever the loss_type, as in TRL.
         """
-        algorithm, longest = self.algorithm, self.config.max_completion_length
-        length_N = torch.tensor(list(map(len, minibatch.completions)))
-        own_N = minibatch.own_N
+        algorithm, own_N, longest = self.algorithm, minibatch.own_N, self.config.max_completion_length
+        length_N = minibatch.length_N
         length_factor_N = torch.zeros(len(minibatch), dtype=torch.float64)
         length_factor_N[own_N] = algorithm.length_factors(length_N[own_N], longest)
         return replace(
@@ -123,15 +115,11 @@ class Learner(Updater):
             foreign_N = foreign_N & minibatch.teaches_N
             if not (self.algorithm.beta or self.algorithm.entropy_coef):  # these count all own rollouts
                 own_N = own_N & minibatch.teaches_N
-        foreign = replace(minibatch.where(foreign_N), kl_weight=0.0, entropy_weight=0.0)
-        return minibatch.where(own_N), foreign
-
-    # --- passes ------------------------------------------------------------------------------------
+        return minibatch.where(own_N), replace(minibatch.where(foreign_N), kl_weight=0.0, entropy_weight=0.0)
 
     def batches(self, texts: AnyTexts) -> Iterator[AnyTexts]:
         """Divide completions into batches, one for each pass."""
-        order, costs = texts.by_length()
-        return (texts[rows] for rows in self.split(order, costs))
+        return (texts[rows] for rows in self.split(*texts.by_length()))
 
     def kept(self, rollouts: Minibatch, notes: Notes, step: StepNotes) -> Minibatch:
         """Return the rollouts that have a gradient. A pass without gradients finds them, and records all rollouts."""
@@ -151,12 +139,12 @@ class Learner(Updater):
         """Return minus these rollouts' part of the objective, and notes. The rollouts are all own or all foreign."""
         notes, own, weight_N = Notes(), bool(batch.own_N.all()), batch.mean_weight_N.to(self.device)
         current = self.policy.scorer(batch.prompts, batch.completions, self.config.temperature)
-        notes.note("forward", batch.num_tokens)
+        notes.note(forward=batch.num_tokens)
         sequences = batch.sequences(current.logp_NT.double(), current.mask_NT)
         terms = self.algorithm.terms(sequences, step.made)
         objective = (terms.objective_N * weight_N).sum()
         if not batch.seen:
-            notes.note("objective", objective)
+            notes.note(objective=objective)
             notes.record(batch.row_N, step.made, sequences, terms, weight_N)
         if own and self.reference is not None and (batch.kl_weight > 0 or step.first):
             with torch.no_grad():
@@ -164,25 +152,20 @@ class Learner(Updater):
             kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
             penalty = batch.kl_weight * (kl_N.double() * batch.length_factor_N.to(self.device)).sum()
             objective = objective - penalty
-            notes.note("forward", batch.num_tokens)
-            notes.note("objective", -penalty)
-            notes.note("kl", kl_N.sum())
-            notes.note("kl_rollouts", len(batch))
+            notes.note(forward=batch.num_tokens, objective=-penalty, kl=kl_N.sum(), kl_rollouts=len(batch))
         if batch.entropy_weight > 0:
             bonus = batch.entropy_weight * current.entropy_NT.double().sum()
             objective = objective + bonus
-            notes.note("objective", bonus)
+            notes.note(objective=bonus)
         if torch.is_grad_enabled():
-            notes.note("tokens", batch.num_tokens)
+            notes.note(tokens=batch.num_tokens)
         if own:
             teaching = batch.teaches_N.nonzero().flatten().tolist()
-            notes.note("entropy", current.entropy_NT[teaching].sum())
-            notes.note("entropy_tokens", sum(len(batch.completions[n]) for n in teaching))
+            tokens = sum(len(batch.completions[n]) for n in teaching)
+            notes.note(entropy=current.entropy_NT[teaching].sum(), entropy_tokens=tokens)
             if step.first and not step.stale:
-                gap.note(batch, sequences, terms, notes)
+                note_gap(batch, sequences, terms, notes)
         return -objective, notes
-
-    # --- log-probabilities without a gradient ------------------------------------------------------
 
     def score(self, texts: Texts) -> dict[int, np.ndarray]:
         """Return the log-probabilities of the tokens of completions under the current model, by `row_N`."""
@@ -225,7 +208,7 @@ class Learner(Updater):
         wanted = self.config.recomputes_logprobs, self.algorithm.rescores_foreign
         old: dict[int, np.ndarray] = {}
         if wanted[0] and stale:
-            wanted, old = (False, wanted[1]), gap.ahead_of(rollouts)
+            wanted, old = (False, wanted[1]), ahead_of(rollouts)
         tokens = 0
         for positions in minibatches if any(wanted) else []:
             parts = zip(wanted, self.needed(rollouts[rollouts.rows_of(positions)]), strict=True)

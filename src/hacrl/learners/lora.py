@@ -17,15 +17,7 @@ from hacrl.learners.weights import Weights
 from hacrl.opening import opening
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-OTHER_KINDS = (
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "bias",
-    "modules_to_save",
-    "layers_to_transform",
-)
+VARIANTS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save", "layers_to_transform")
 """PEFT options that make another model of the same matrices."""
 
 
@@ -51,12 +43,8 @@ class Adapter:
     def __init__(self, model: nn.Module, config: AgentConfig, source: str, seed: int) -> None:
         assert config.lora is not None
         peft, self.where = import_peft(), f"agents.{config.id}.lora"
-        self.options = peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=config.lora.r,
-            lora_alpha=config.lora.alpha,
-            target_modules=config.lora.target_modules or "all-linear",
-        )
+        lora, targets = config.lora, config.lora.target_modules or "all-linear"
+        self.options = peft.LoraConfig(task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.alpha, target_modules=targets)
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             try:
@@ -66,15 +54,12 @@ class Adapter:
         self.wrapped.eval()
         whole: Any = model
         if any(hasattr(layer, "base_layer") for layer in (whole.get_input_embeddings(), whole.get_output_embeddings())):
-            raise UserError(
-                f"{self.where}.target_modules: embeddings and the output projection cannot have adapters. "
-                "Name other layers."
-            )
+            what = "embeddings and the output projection cannot have adapters. Name other layers."
+            raise UserError(f"{self.where}.target_modules: {what}")
         base = base_model(source)
         self.options.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-        trained = [(name, p) for name, p in self.wrapped.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in trained]
-        self.parameters: list[nn.Parameter] = [parameter for _, parameter in trained]
+        trained = {name: parameter for name, parameter in self.wrapped.named_parameters() if parameter.requires_grad}
+        self.names, self.parameters = list(trained), list[nn.Parameter](trained.values())
         if base != source:
             self._read(Path(source), self.parameters)
 
@@ -90,29 +75,26 @@ class Adapter:
 
     def _read(self, folder: Path, targets: Sequence[Tensor]) -> None:
         """Read the adapters of a folder into `targets`; UserError if they do not match these adapters."""
-        saved = read_options(folder, self.where)
+        saved, file = read_options(folder, self.where), folder / WEIGHTS_FILE
+        holds = f"{self.where}: {folder} holds adapters with"
         for name in ("r", "lora_alpha", "target_modules"):
             own, other = getattr(self.options, name), saved.get(name)
             if (set(own) != set(other or ())) if name == "target_modules" else own != other:
-                raise UserError(
-                    f"{self.where}: {folder} holds adapters with {name} {other}, not {own}. Set lora to that."
-                )
-        for name in OTHER_KINDS:
+                raise UserError(f"{holds} {name} {other}, not {own}. Set lora to that.")
+        for name in VARIANTS:
             if saved.get(name) and saved[name] != getattr(self.options, name):
                 raise UserError(
-                    f"{self.where}: {folder} holds adapters with {name} {saved[name]}, which cannot be trained further "
-                    "here. Merge them into their model with PEFT's merge_and_unload, and give that model."
+                    f"{holds} {name} {saved[name]}, which cannot be trained further here. Merge them into their model "
+                    "with PEFT's merge_and_unload, and give that model."
                 )
         with opening(self.where, folder, WEIGHTS_FILE):
-            state = load_file(folder / WEIGHTS_FILE)
+            state = load_file(file)
         wanted = {name.replace(".default.", "."): target for name, target in zip(self.names, targets, strict=True)}
         for name in sorted(state.keys() | wanted.keys()):
             if name not in state or name not in wanted or state[name].shape != wanted[name].shape:
-                raise UserError(
-                    f"{self.where}: {folder / WEIGHTS_FILE} does not match the model: look at its weight {name}."
-                )
+                raise UserError(f"{self.where}: {file} does not match the model: look at its weight {name}.")
             if not bool(torch.isfinite(state[name]).all()):
-                raise UserError(f"{self.where}: the weight {name} in {folder / WEIGHTS_FILE} is not finite.")
+                raise UserError(f"{self.where}: the weight {name} in {file} is not finite.")
         with torch.no_grad():
             for name, target in wanted.items():
                 target.copy_(state[name])
@@ -129,9 +111,8 @@ def read_options(folder: str | Path, where: str = "model") -> dict[str, Any]:
 
 def base_model(source: str | Path) -> str:
     """The model that the adapters in a folder belong to; a source without adapters is its own base."""
-    if not (Path(source) / CONFIG_FILE).is_file():
-        return str(source)
-    return str(read_options(source)["base_model_name_or_path"])
+    adapted = (Path(source) / CONFIG_FILE).is_file()
+    return str(read_options(source)["base_model_name_or_path"] if adapted else source)
 
 
 def merged(base: nn.Module, folder: str | Path) -> Any:

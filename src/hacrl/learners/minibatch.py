@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hacrl.algorithms import Sequences
 from hacrl.learners.lesson import Lesson
-from hacrl.rollouts.rollout import Rollout
 
 
 @dataclass
@@ -42,6 +41,10 @@ class Texts:
         return replace(self, **picked)
 
     @property
+    def length_N(self) -> Tensor:
+        return torch.tensor(list(map(len, self.completions)))
+
+    @property
     def num_tokens(self) -> int:
         return sum(map(len, self.completions))
 
@@ -55,11 +58,8 @@ class Texts:
         for prompt, length in zip(prompt_of, lengths, strict=True):
             longest[prompt] = max(longest[prompt], length)
         order = sorted(range(len(self)), key=lambda n: (longest[prompt_of[n]], prompt_of[n], lengths[n]))
-        costs, last = [], None
-        for n in order:
-            costs.append(lengths[n] + (0 if prompt_of[n] == last else len(self.prompts[n])))
-            last = prompt_of[n]
-        return order, costs
+        first = {prompt_of[n]: n for n in reversed(order)}  # its pass also takes the tokens of the prompt
+        return order, [lengths[n] + (len(self.prompts[n]) if n == first[prompt_of[n]] else 0) for n in order]
 
 
 def texts_of(prompts: Mapping[int, list[int]], prompt_of: Mapping[int, int], tokens: Mapping[int, list[int]]) -> Texts:
@@ -106,15 +106,17 @@ class Minibatch(Texts):
     @classmethod
     def of(cls, lesson: Lesson, prompts: Mapping[int, list[int]], tokens: dict[int, list[int]], learner: int) -> Self:
         """Make a minibatch of the rollouts that the learner can use: those with `tokens`, by row."""
-        rows = list(tokens)
-        rollouts, completions = [lesson.rollouts[row] for row in rows], list(tokens.values())
-        own = [rollout.source == learner for rollout in rollouts]
-        added = lesson.token_advantages
+        rows, completions = list(tokens), list(tokens.values())
+        rollouts = [lesson.rollouts[row] for row in rows]
+        own, added = [rollout.source == learner for rollout in rollouts], lesson.token_advantages
         teaches_N = lesson.advantage_N[rows] != 0
         if added is not None:
             teaches_N = teaches_N | torch.tensor([bool(added[row].any()) for row in rows], dtype=torch.bool)
         ahead = [r.learner_logps if mine else None for r, mine in zip(rollouts, own, strict=True)]
-        old = [_spread(rollout, ids) for rollout, ids in zip(rollouts, completions, strict=True)]
+        old = [  # token by token if tokens are equal up to the end of turn, else the sum is spread evenly
+            rollout.logps if ids[:-1] == rollout.token_ids[:-1] else [rollout.logp_sum / len(ids)] * len(ids)
+            for rollout, ids in zip(rollouts, completions, strict=True)
+        ]
         recorded = [rollout.logps if mine else [] for rollout, mine in zip(rollouts, own, strict=True)]
         zeros_N = torch.zeros(len(rows), dtype=torch.float64)
         return cls(
@@ -126,10 +128,10 @@ class Minibatch(Texts):
             own_N=torch.tensor(own, dtype=torch.bool),
             advantage_N=lesson.advantage_N[rows].double(),
             omega_N=lesson.omega_N[rows].double(),
-            bytes_N=_float64([rollout.num_bytes for rollout in rollouts]),
+            bytes_N=torch.tensor([rollout.num_bytes for rollout in rollouts], dtype=torch.float64),
             teaches_N=teaches_N,
-            old_logp_N=_float64([rollout.logp_sum for rollout in rollouts]),
-            old_length_N=_float64([rollout.num_tokens for rollout in rollouts]),
+            old_logp_N=torch.tensor([rollout.logp_sum for rollout in rollouts], dtype=torch.float64),
+            old_length_N=torch.tensor([rollout.num_tokens for rollout in rollouts], dtype=torch.float64),
             old_logp_NT=_padded(old, completions),
             recorded_NT=_padded(recorded, completions),
             ahead_NT=_padded(ahead, completions) if any(ahead) else None,
@@ -156,33 +158,12 @@ class Minibatch(Texts):
 
     def sequences(self, logp_NT: Tensor, mask_NT: Tensor) -> Sequences:
         """The input of an algorithm's terms, given the learner's log-probabilities."""
-        device = mask_NT.device
-        table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.advantage_N, self.omega_N, self.own_N.double()]
-        old_logp_N, old_length_N, bytes_N, advantage_N, omega_N, own_N = torch.stack(table).to(device)  # one transfer
-        added = self.token_advantage_NT
-        return Sequences(
-            logp_NT=logp_NT,
-            mask_NT=mask_NT,
-            old_logp_N=old_logp_N,
-            old_length_N=old_length_N,
-            bytes_N=bytes_N,
-            own_N=own_N.bool(),
-            advantage_N=advantage_N,
-            omega_N=omega_N,
-            old_logp_NT=self.old_logp_NT.to(device),
-            token_advantage_NT=None if added is None else added.to(device),
-        )
-
-
-def _spread(rollout: Rollout, ids: list[int]) -> Sequence[float]:
-    """The source's log-probabilities for the learner's tokens: token by token if they are equal, else spread evenly."""
-    if ids[:-1] == rollout.token_ids[:-1]:  # equal up to the end of turn
-        return rollout.logps
-    return [rollout.logp_sum / len(ids)] * len(ids)
-
-
-def _float64(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+        device, added = mask_NT.device, self.token_advantage_NT
+        table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.own_N.double(), self.advantage_N, self.omega_N]
+        old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N = torch.stack(table).to(device)  # one transfer
+        old_logp_NT, own_N = self.old_logp_NT.to(device), own_N.bool()
+        per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
+        return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, None if added is None else added.to(device))
 
 
 def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:

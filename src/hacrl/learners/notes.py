@@ -1,4 +1,4 @@
-"""Figures and records that a learner collects while it learns."""
+"""Figures and records that a learner collects while it learns, and the gap between its sampler and itself."""
 
 import math
 from collections import defaultdict
@@ -8,7 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hacrl.algorithms import Sequences, Terms
+from hacrl.algorithms import Algorithm, Sequences, Terms
+from hacrl.config import AgentConfig
+from hacrl.errors import UserError
+from hacrl.learners.minibatch import Minibatch
+
+MAX_CLIPPED_BEFORE_UPDATE = 0.05
 
 
 class Notes:
@@ -21,8 +26,9 @@ class Notes:
         self.figures: defaultdict[str, list[float | Tensor]] = defaultdict(list)
         self.records: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def note(self, name: str, value: float | Tensor) -> None:
-        self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
+    def note(self, **figures: float | Tensor) -> None:
+        for name, value in figures.items():
+            self.figures[name].append(value.detach().double() if isinstance(value, Tensor) else value)
 
     def add(self, *others: "Notes") -> None:
         for other in others:
@@ -39,9 +45,6 @@ class Notes:
 
     def sum(self, name: str) -> float:
         return sum(self._values(name), 0.0)
-
-    def max(self, name: str) -> float:
-        return max(self._values(name))
 
     def _values(self, name: str) -> list[float]:
         values = self.figures[name]
@@ -81,7 +84,7 @@ class Notes:
             return {}
         return {
             "logprob_gap": self.sum("gap") / self.sum("gap_tokens"),
-            "logprob_gap_max": self.max("gap_max"),
+            "logprob_gap_max": max(self._values("gap_max")),
             "logprob_gap_clipped": self.sum("gap_clipped") / self.sum("gap_rollouts"),
         }
 
@@ -89,24 +92,19 @@ class Notes:
 class StepNotes:
     """Notes of one step: those of all its updates, and figures of each update."""
 
-    def __init__(self, step: int, stale: bool) -> None:
-        self.step = step
+    def __init__(self, stale: bool) -> None:
         self.stale = stale
         """Whether the learner has made updates since it sampled its own rollouts."""
-        self.made = 0
-        self.nonfinite = 0
+        self.made = self.nonfinite = 0
         self.objectives: list[float] = []
         """Objective of each update made so far."""
-        self._notes = Notes()
+        self.notes = Notes()
         self._gradients: defaultdict[str, list[float]] = defaultdict(list)
 
     @property
     def first(self) -> bool:
         """Whether the weights are still those at the start of the step."""
         return self.made == 0 and self.nonfinite == 0
-
-    def add(self, notes: Notes) -> None:
-        self._notes.add(notes)
 
     def note_update(self, objective: float, total: float, parts: dict[str, float]) -> None:
         """Note an update: norms of the gradient, of its own and its foreign part, and the angle between them."""
@@ -117,16 +115,11 @@ class StepNotes:
             self._gradients[f"grad_norm_{name}"].append(norm)
         if len(parts) == 2 and min(parts.values()) > 0:
             own, foreign = parts["own"], parts["foreign"]
-            # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
-            cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)
+            cosine = (total**2 - own**2 - foreign**2) / (2 * own * foreign)  # |a + b|^2 = |a|^2 + |b|^2 + 2 a b
             self._gradients["grad_cosine"].append(min(max(cosine, -1.0), 1.0))
 
-    def records(self) -> dict[str, np.ndarray]:
-        """One entry for each rollout and update, as columns."""
-        return {name: torch.cat(parts).cpu().numpy() for name, parts in self._notes.records.items()}
-
     def metrics(self) -> dict[str, float]:
-        notes = self._notes
+        notes = self.notes
         metrics = {
             "updates": self.made,
             "nonfinite_updates": self.nonfinite,
@@ -134,12 +127,59 @@ class StepNotes:
             "tokens_forward": notes.sum("forward"),
             "loss": -float(np.mean(self.objectives)) if self.objectives else math.nan if self.nonfinite else 0.0,
         }
-        for name, figure, count in (
-            ("entropy", "entropy", "entropy_tokens"),
-            ("sampler_ratio", "sampler_ratio", "sampler_ratios"),
-            ("kl", "kl", "kl_rollouts"),
-        ):
-            if notes.sum(count):
-                metrics[name] = notes.sum(figure) / notes.sum(count)
+        counts = {"entropy": "entropy_tokens", "sampler_ratio": "sampler_ratios", "kl": "kl_rollouts"}
+        metrics |= {name: notes.sum(name) / notes.sum(count) for name, count in counts.items() if notes.sum(count)}
         metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}
         return metrics | notes.logprob_gap()
+
+
+def note_gap(batch: Minibatch, sequences: Sequences, terms: Terms, notes: Notes) -> None:
+    """Note how far the recorded log-probabilities of own rollouts are from the learner's, before its first update."""
+    recorded_NT = batch.recorded_NT.to(sequences.logp_NT.device)
+    gap_NT = (sequences.logp_NT.detach() - recorded_NT).abs() * sequences.mask_NT
+    ratio_N = terms.log_ratio_N.exp()
+    clipped_N = (ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)
+    notes.note(gap=gap_NT.sum(), gap_max=gap_NT.max(), gap_tokens=batch.num_tokens)
+    notes.note(gap_clipped=clipped_N.sum(), gap_rollouts=len(batch))
+
+
+def note_gap_ahead(rollouts: Minibatch, algorithm: Algorithm, device: torch.device, notes: Notes) -> None:
+    """Note the gap for rollouts that the learner scored right after sampling, because it has been updated since."""
+    if rollouts.ahead_NT is None:
+        return
+    batch = rollouts.where(~rollouts.ahead_NT.isnan().any(1))
+    assert batch.ahead_NT is not None
+    mask_NT = torch.arange(batch.ahead_NT.shape[1]) < batch.length_N[:, None]
+    sequences = batch.sequences(batch.ahead_NT.to(device), mask_NT.to(device))
+    note_gap(batch, sequences, algorithm.terms(sequences, 0), notes)
+
+
+def ahead_of(rollouts: Minibatch) -> dict[int, np.ndarray]:
+    """The learner's log-probabilities of rollouts right after it sampled them, by row."""
+    if rollouts.ahead_NT is None:
+        return {}
+    rows = zip(rollouts.row_N.tolist(), rollouts.completions, rollouts.ahead_NT.numpy(), strict=True)
+    return {row: logp_T[: len(ids)] for row, ids, logp_T in rows if not np.isnan(logp_T).any()}
+
+
+def weigh_by_gap(own: Minibatch, largest: float, notes: Notes) -> None:
+    """Weigh own rollouts by their probability for the learner divided by that for the sampler, per token."""
+    for n, ids in enumerate(own.completions):
+        difference = (own.old_logp_NT[n, : len(ids)] - own.recorded_NT[n, : len(ids)]).numpy()
+        ratio = min(math.exp(float(np.mean(difference))), largest)
+        own.mean_weight_N[n] *= ratio
+        notes.note(sampler_ratio=ratio, sampler_ratios=1)
+
+
+def check_gap(config: AgentConfig, step: int, notes: Notes) -> None:
+    """Raise UserError, before any update, if the sampler and the learner do not have the same policy."""
+    found = notes.logprob_gap()
+    gap, clipped = found.get("logprob_gap", 0.0), found.get("logprob_gap_clipped", 0.0)
+    if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
+        recompute = "" if config.recomputes_logprobs else "recompute_logprobs: true, or "
+        raise UserError(
+            f"Agent {config.id}, step {step}: the log-probabilities recorded while sampling differ from the learner's "
+            f"by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and {clipped:.0%} of its own "
+            f"rollouts are outside the clip before any update (at most {MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios "
+            f"would be noise. Use dtype: float32, or {recompute}a wider algorithm.epsilon and epsilon_high."
+        )

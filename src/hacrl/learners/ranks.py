@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 
 class Sliceable(Protocol):
-    """A list, or anything that is sliced like one."""
-
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice, /) -> Self: ...
 
@@ -40,9 +38,6 @@ class Ranks:
         parts: list[list[T]] = [[] for _ in range(self.size)]
         dist.all_gather_object(parts, own)
         return [item for part in parts for item in part]
-
-    def least(self, own: int) -> int:
-        return min(self.gather([own]))
 
     def norm(self, parts: Sequence[Tensor]) -> Tensor:
         """The norm of tensors that are divided among the ranks."""

@@ -1,6 +1,7 @@
 """Updates of a model, for any objective: passes that fit into memory, gradients added up, an optimizer step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,31 +31,41 @@ class Updater:
         """Tokens in one forward and backward pass if `micro_batch_size` is not set; chosen in the first step."""
         self.device = weights.working[0].device
         self.new_optimizer()
-        self.updates = 0
-        self.nonfinite_in_a_row = 0
+        self.updates = self.nonfinite_in_a_row = 0
 
     def new_optimizer(self) -> None:
         """Start with a new optimizer, without memory of earlier updates."""
-        self.optimizer = make_optimizer(self.config, self.weights.weights)
+        config, weights = self.config, self.weights.weights
+        on_cuda, betas = weights[0].device.type == "cuda", (config.adam_beta1, config.adam_beta2)
+        options: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
+        self.optimizer: torch.optim.Optimizer
+        if config.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, fused=on_cuda, **options)
+            return
+        needs = f"agents.{config.id}.optimizer: adamw_8bit needs"
+        try:
+            import bitsandbytes
+        except ImportError:
+            raise UserError(f"{needs} the package bitsandbytes: pip install 'hacrl[8bit]'.") from None
+        if not on_cuda:
+            raise UserError(f"{needs} a GPU (CUDA). Use adamw on a CPU.")
+        self.optimizer = bitsandbytes.optim.AdamW8bit(weights, lr=config.learning_rate, **options)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    # --- passes ------------------------------------------------------------------------------------
-
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         """Divide items into batches, one for each pass. `tokens` is what each adds to a pass with those before it."""
         if not self.batch_tokens:  # this also decides whether activations are kept
-            self.batch_tokens = self.ranks.least(self.policy.choose_batch_tokens())
+            self.batch_tokens = min(self.ranks.gather([self.policy.choose_batch_tokens()]))
         size = self.micro_batch_size
         if size is not None:
             yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
             return
         # As few batches as memory allows, of about the same size, and equally many for each worker.
         total, workers = sum(tokens), self.policy.workers
-        count = -(-total // self.batch_tokens)
-        count = -(-count // workers) * workers
+        count = -(-total // (self.batch_tokens * workers)) * workers
         batch: list[Item] = []
         taken = 0.0
         for item, own in zip(ordered, tokens, strict=True):
@@ -77,20 +88,18 @@ class Updater:
         self, batches: Iterable[Batch], loss_of: Callable[[Batch], tuple[Tensor, Result]]
     ) -> list[Result]:
         """Add the gradient of each batch's loss; return what `loss_of` returns besides the loss."""
-        weights, workers = self.weights, self.policy.workers
+        weights, workers = self.weights, self.policy.workers  # a worker itself would see one thread
 
         def work(batch: Batch, counts: bool) -> tuple[Result | None, tuple[Tensor, ...] | None]:
-            """Do one pass. Parallel workers must not add to the same tensors, nor in a random order."""
             loss, said = loss_of(batch)
-            if counts and workers > 1:
+            if counts and workers > 1:  # parallel workers must not add to the same tensors, nor in a random order
                 return said, torch.autograd.grad(loss, weights.working, allow_unused=True, materialize_grads=True)
             (loss if counts else 0 * loss).backward()
             weights.collect()
             return (said if counts else None), None
 
         results = []
-        shares = [self.ranks.share(batch) for batch in batches]
-        for said, gradients in self.ranks.gather(side_by_side(work, shares, workers)):
+        for said, gradients in self.passes(batches, work):
             if said is not None:
                 results.append(said)
             if gradients is not None:
@@ -99,7 +108,7 @@ class Updater:
                 weights.collect()
         return results
 
-    def attempts(self, step: int) -> Iterator["Attempt"]:
+    def attempts(self, step: int) -> Iterator[AbstractContextManager[None]]:
         """Repeat a block until it fits into memory, with smaller batches each time. Gradients are set to 0 before each.
 
         for attempt in self.attempts(step):
@@ -107,29 +116,30 @@ class Updater:
         """
         while True:
             self.weights.zero_grad()
-            attempt = Attempt(self)
-            yield attempt
-            if attempt.remedy is None:
+            remedies: list[str] = []
+            yield self._attempt(remedies)
+            if not remedies:
                 return
             # Only here, after the block, the error is gone, and with it the memory that its frames held.
             self.policy.free_memory()
-            warn(f"Agent {self.config.id}: out of memory in step {step}; {attempt.remedy}.")
+            warn(f"Agent {self.config.id}: out of memory in step {step}; {remedies[0]}.")
 
-    def make_batches_smaller(self) -> str | None:
-        """Halve the batches after running out of memory; return what was done, or None if they cannot be smaller."""
-        if self.ranks.size > 1:
-            return None  # the other ranks are in the middle of the pass
-        if self.micro_batch_size is not None:
-            if self.micro_batch_size == 1:
-                return None
-            self.micro_batch_size //= 2
-            return f"micro_batch_size is now {self.micro_batch_size}"
-        if self.batch_tokens < 64:
-            return None
-        self.batch_tokens //= 2
-        return f"a pass now takes {self.batch_tokens} tokens"
-
-    # --- the update --------------------------------------------------------------------------------
+    @contextmanager
+    def _attempt(self, remedies: list[str]) -> Iterator[None]:
+        """Halve the batches after running out of memory if they can be smaller, and add to `remedies` what was done."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if self.ranks.size > 1:  # the other ranks are in the middle of the pass
+                raise
+            if self.micro_batch_size is None and self.batch_tokens >= 64:
+                self.batch_tokens //= 2
+                remedies.append(f"a pass now takes {self.batch_tokens} tokens")
+            elif self.micro_batch_size is not None and self.micro_batch_size > 1:
+                self.micro_batch_size //= 2
+                remedies.append(f"micro_batch_size is now {self.micro_batch_size}")
+            else:
+                raise
 
     def apply(self, norm: Tensor, finite: bool, step: int) -> bool:
         """Make an optimizer step with the current gradients, whose norm is given; skip it if anything is not finite."""
@@ -137,10 +147,8 @@ class Updater:
             self.weights.zero_grad()
             self.nonfinite_in_a_row += 1
             if self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-                raise TrainingDiverged(
-                    f"Agent {self.config.id}: {MAX_NONFINITE_IN_A_ROW} updates in a row had a loss or gradient that "
-                    f"is not finite, the last one in step {step}."
-                )
+                what = "updates in a row had a loss or gradient that is not finite, the last one in step"
+                raise TrainingDiverged(f"Agent {self.config.id}: {MAX_NONFINITE_IN_A_ROW} {what} {step}.")
             return False
         nn.utils.clip_grads_with_norm_(self.weights.weights, self.config.max_grad_norm, norm)
         self.optimizer.step()
@@ -150,32 +158,12 @@ class Updater:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
-        }
+        counts = {"updates": self.updates, "nonfinite_in_a_row": self.nonfinite_in_a_row}
+        return {"optimizer": self.optimizer.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
-        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
-
-
-class Attempt:
-    """A context that catches an out-of-memory error if batches can be made smaller."""
-
-    def __init__(self, updater: Updater) -> None:
-        self.updater = updater
-        self.remedy: str | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, torch.OutOfMemoryError):
-            self.remedy = self.updater.make_batches_smaller()
-        return self.remedy is not None
+        self.updates, self.nonfinite_in_a_row = state["updates"], state["nonfinite_in_a_row"]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -196,25 +184,3 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
         advice = "Delete its checkpoint: the one before it is used then."
         raise UserError(f"{path} cannot be used: {reason}. {advice}") from error
     return state
-
-
-def make_optimizer(config: AgentConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-        "weight_decay": config.weight_decay,
-    }
-    on_cuda = weights[0].device.type == "cuda"
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(weights, fused=on_cuda, **options)
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise UserError(
-            f"agents.{config.id}.optimizer: adamw_8bit needs the package bitsandbytes: pip install 'hacrl[8bit]'."
-        ) from None
-    if not on_cuda:
-        raise UserError(f"agents.{config.id}.optimizer: adamw_8bit needs a GPU (CUDA). Use adamw on a CPU.")
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(weights, **options)
-    return optimizer

@@ -1,6 +1,7 @@
-"""A model of the run as a source: it renders prompts, samples completions, and answers held-out problems."""
+"""The interface of everything that gives rollouts, and a model of the run that does."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import naming
@@ -9,20 +10,28 @@ from hacrl.rollouts.reader import Reader
 from hacrl.rollouts.retokenize import decode
 from hacrl.rollouts.rollout import Completion, Rollout
 from hacrl.seeding import EVALUATE, SAMPLE, derive_seed
-from hacrl.sources.source import Source
 from hacrl.tasks.problem import Problem
+
+
+class Source(Protocol):
+    """Answers problems, with a model or in any other way."""
+
+    def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
+        """Return rollouts of each problem, in the order of the problems. The verifier adds rewards later.
+
+        A step may have several rounds of sampling, each with new problems; `sampling_round` counts them from 0.
+        """
+        ...
+
+    def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
+        """Return one answer to each problem: the source's best, or one that is sampled as in training."""
+        ...
 
 
 def params_of(config: AgentConfig, num_generations: int) -> SamplingParams:
     """The sampling parameters of an agent in training."""
-    return SamplingParams(
-        num_generations,
-        config.max_completion_length,
-        config.temperature,
-        config.top_p,
-        config.top_k,
-        tuple(config.stop),
-    )
+    limits = config.temperature, config.top_p, config.top_k, tuple(config.stop)
+    return SamplingParams(num_generations, config.max_completion_length, *limits)
 
 
 class PolicySource(Source):
@@ -36,36 +45,30 @@ class PolicySource(Source):
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
         """Return `num_generations` rollouts of each problem, in the order of the problems."""
-        reader = self.reader
+        reader, rollouts = self.reader, []
         prompts = [reader.prompt_ids(problem) for problem in problems]
         seed = derive_seed(self.seed, SAMPLE, step, self.index, sampling_round)
-        rollouts = []
-        for position, group in enumerate(
-            self._complete(prompts, params_of(self.config, self.config.num_generations), seed)
-        ):
-            end = reader.retokenizer.end_of(prompts[position])
-            for index, completion in enumerate(group):
-                content = completion.content_ids
-                rollouts.append(
-                    Rollout(
-                        step=step,
-                        prompt_id=problems[position].id,
-                        prompt=problems[position].prompt,
-                        prompt_index=position,
-                        source=self.index,
-                        index=index,
-                        text=decode(reader.tokenizer, content),
-                        token_ids=completion.token_ids,
-                        logps=completion.logps,
-                        finish_reason=completion.finish_reason,
-                        ended=completion.ended,
-                        special_inside=not reader.readable.issuperset(content),
-                        vocabulary=reader.retokenizer.vocabulary,
-                        policy_version=self.version(),
-                        lead=reader.retokenizer.lead(content, end),
-                        opened=end.opened,
-                    )
+        groups = self._complete(prompts, params_of(self.config, self.config.num_generations), seed)
+        for position, (problem, prompt, group) in enumerate(zip(problems, prompts, groups, strict=True)):
+            end = reader.retokenizer.end_of(prompt)
+            rollouts += [
+                Rollout(
+                    step=step,
+                    prompt_id=problem.id,
+                    prompt=problem.prompt,
+                    prompt_index=position,
+                    source=self.index,
+                    index=index,
+                    text=decode(reader.tokenizer, completion.content_ids),
+                    **vars(completion),
+                    special_inside=not reader.readable.issuperset(completion.content_ids),
+                    vocabulary=reader.retokenizer.vocabulary,
+                    policy_version=self.version(),
+                    lead=reader.retokenizer.lead(completion.content_ids, end),
+                    opened=end.opened,
                 )
+                for index, completion in enumerate(group)
+            ]
         return rollouts
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
