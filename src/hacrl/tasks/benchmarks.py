@@ -25,9 +25,7 @@ def reference_of(row: Row) -> str | None:
     LaTeX are removed, because the whole reference is the answer.
     """
     candidates = (row.get("answer"), row.get("final_answer"), last_box(str(row.get("solution") or "")))
-    answer = next((candidate for candidate in candidates if not is_missing(candidate)), None)
-    if answer is None:
-        return None
+    answer = next((candidate for candidate in candidates if not is_missing(candidate)), "")
     if isinstance(answer, list):
         answer = ", ".join(str(part) for part in answer)
     if isinstance(answer, float) and answer.is_integer():
@@ -109,25 +107,23 @@ def found_in(data: Path) -> list[str]:
     """Names of all benchmarks and splits that have a file in the folder."""
     names = []
     for name, benchmark in BENCHMARKS.items():
-        names += [name] if _matches(name, data) else []
-        others = [split for split in ("test", "train") if split not in ("test", benchmark.split)]
-        names += [f"{name}:{split}" for split in others if _matches(f"{name}:{split}", data)]
+        asked = [name] if benchmark.split == "train" else [name, f"{name}:train"]
+        names += [each for each in asked if _matches(each, data)]
     if not names:
         raise UserError(f"{data} has no file of {', '.join(BENCHMARKS)}. Give --data the folder with their files.")
     return names
 
 
 def _load_files(name: str, data: Path) -> ProblemSet:
+    subset = BENCHMARKS[name.partition(":")[0]].subset
     paths = _matches(name, data)
     if not paths:
         raise UserError(_not_found(name, data))
-    subset = BENCHMARKS[name.partition(":")[0]].subset
     paths = [path for path in paths if path.parent.name == subset] or paths
-    shards = {SHARD.sub("", str(path.with_suffix(""))) for path in paths}
-    if len(shards) > 1:
-        raise UserError(f"Several files fit {name}: {', '.join(map(str, paths))}. Give --data a folder with one.")
-    rows = (row for path in paths for row in read_rows(str(path), "", None))
-    return _problem_set(name, ", ".join(map(str, paths)), rows)
+    source = ", ".join(map(str, paths))
+    if len({SHARD.sub("", str(path.with_suffix(""))) for path in paths}) > 1:
+        raise UserError(f"Several files fit {name}: {source}. Give --data a folder with one.")
+    return _problem_set(name, source, (row for path in paths for row in read_rows(str(path), "", None)))
 
 
 def _not_found(name: str, data: Path) -> str:
@@ -135,13 +131,12 @@ def _not_found(name: str, data: Path) -> str:
     known, _, split = name.partition(":")
     wanted = split or "test"
     folders = ", ".join(f"{alias}/**/{wanted}.jsonl" for alias in (known, *BENCHMARKS[known].files))
-    message = f"{data} has no file of {name}: looked for {known}.jsonl, {known}_{wanted}.jsonl, {folders}"
-    message += " (or .json, .parquet)."
+    looked_for = f"{known}.jsonl, {known}_{wanted}.jsonl, {folders} (or .json, .parquet)"
+    message = f"{data} has no file of {name}: looked for {looked_for}."
     if not split and (train := _matches(f"{known}:train", data)):
         message += f" There is {train[0]}: to be evaluated on training problems, ask for {known}:train."
-    family = known.rstrip(digits)  # aime24 and aime25, math and math500
-    relatives = [other for other in BENCHMARKS if other != known and other.rstrip(digits) == family]
-    if others := [other for other in relatives if _matches(other, data)]:
+    relatives = [other for other in BENCHMARKS if other.rstrip(digits) == known.rstrip(digits)]  # math and math500
+    if others := [other for other in relatives if other != known and _matches(other, data)]:
         message += f" There are files of {', '.join(others)}."
     return message
 
@@ -163,19 +158,16 @@ def _matches(name: str, data: Path) -> list[Path]:
     known, _, split = name.partition(":")
     benchmark = BENCHMARKS[known]
     aliases = {plain(alias) for alias in (known, *benchmark.files)}
-    splits = [split] if split else list(dict.fromkeys(["test", benchmark.split]))
     here = data.resolve()
-    around = [here.name] if here.name != benchmark.subset else [here.parent.name]
+    around = here.parent.name if here.name == benchmark.subset else here.name
     files = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    for each in splits:
+    stems = {path: plain(SHARD.sub("", path.stem)) for path in files}
+    inside = {
+        path for path in files if aliases & {plain(part) for part in (around, *path.relative_to(data).parts[:-1])}
+    }
+    for each in [split] if split else ["test", benchmark.split]:
         names = {alias + plain(each) for alias in aliases} | (set() if split else aliases)
-        found = []
-        for path in files:
-            stem = plain(SHARD.sub("", path.stem))
-            folders = [*around, *path.relative_to(data).parts[:-1]]
-            inside = any(plain(folder) in aliases for folder in folders)
-            if stem in names or (inside and stem == plain(each)):
-                found.append(path)
+        found = [path for path in files if stems[path] in names or (path in inside and stems[path] == plain(each))]
         if found:
             return found
     return []
@@ -194,9 +186,7 @@ def _problem_set(name: str, source: str, rows: Iterable[tuple[str, Row]]) -> Pro
         if reference is None:
             without.append(place)
             continue
-        columns = {**row, "answer": reference}
-        if solved_in:
-            columns["solution"] = row.get(solved_in)
+        columns = {**row, "answer": reference} | ({"solution": row.get(solved_in)} if solved_in else {})
         problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
     if not problems:
         raise UserError(f"{source} has no problem with a reference answer for {name}.")

@@ -38,19 +38,16 @@ def load_problems(source: str, *, split: str, subset: str | None, name: str, key
     `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
     hub ("org/name"). `split` and `subset` apply to the latter two; a file is always one split.
     """
-    problems: list[Problem] = []
-    seen: set[str] = set()
+    problems: dict[str, Problem] = {}
     for number, (place, row) in enumerate(read_rows(source, split, subset, key)):
-        own_id = row.get("id")
-        problem_id = f"{name}-{number:06d}" if own_id is None else f"{name}-{own_id}"
-        while problem_id in seen:
+        problem_id = f"{name}-{number:06d}" if row.get("id") is None else f"{name}-{row['id']}"
+        while problem_id in problems:
             problem_id += f"-{number:06d}"
-        seen.add(problem_id)
         answer = _answer(row, place)
-        problems.append(Problem(problem_id, _prompt(row, place), answer, {**row, "answer": answer}))
+        problems[problem_id] = Problem(problem_id, _prompt(row, place), answer, {**row, "answer": answer})
     if not problems:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and an answer.")
-    return problems
+    return list(problems.values())
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,7 @@ class Epochs(Generic[Item]):
     """
 
     def __init__(self, items: Sequence[Item], seed: int | str) -> None:
-        self._items = items
-        self._seed = seed
+        self._items, self._seed = items, seed
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def take(self, position: int, count: int) -> list[Item]:
@@ -137,26 +133,22 @@ def is_on_hub(source: str) -> bool:
 def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
     """Read the rows of a data set, each with its place for error messages."""
     path = Path(source).expanduser()
+    if path.is_file() and path.suffix in (".jsonl", ".json"):
+        return _read_json(path)
     if path.is_dir():
-        return _rows(source, _read_saved(path, split))
-    if path.is_file():
-        match path.suffix:
-            case ".jsonl" | ".json":
-                return _read_json(path)
-            case ".parquet":
-                return _rows(source, _read_parquet(path))
-            case _:
-                raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
-    if is_on_hub(source):
-        return _rows(source, _read_hub(source, split, subset))
-    siblings = {sibling.stem: sibling for sibling in path.parent.iterdir()} if path.parent.is_dir() else {}
-    close = difflib.get_close_matches(path.stem, siblings, n=1)
-    hint = f"did you mean {siblings[close[0]]}?" if close else "give a file, or org/name for the hub."
-    wanted = f"{source} for {key}" if key else source
-    raise UserError(f"There is no data set {wanted} (looked for {path.absolute()}): {hint}")
-
-
-def _rows(source: str, rows: list[Row]) -> Iterable[tuple[str, Row]]:
+        rows = _read_saved(path, split)
+    elif path.is_file():
+        if path.suffix != ".parquet":
+            raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
+        rows = _read_parquet(path)
+    elif is_on_hub(source):
+        rows = _read_hub(source, split, subset)
+    else:
+        siblings = {sibling.stem: sibling for sibling in path.parent.iterdir()} if path.parent.is_dir() else {}
+        close = difflib.get_close_matches(path.stem, siblings, n=1)
+        hint = f"did you mean {siblings[close[0]]}?" if close else "give a file, or org/name for the hub."
+        wanted = f"{source} for {key}" if key else source
+        raise UserError(f"There is no data set {wanted} (looked for {path.absolute()}): {hint}")
     return ((f"{source}, row {number}", row) for number, row in enumerate(rows))
 
 
@@ -188,13 +180,10 @@ def _read_saved(path: Path, split: str) -> list[Row]:
     splits = path / "dataset_dict.json"
     if not splits.is_file() and not (path / "dataset_info.json").is_file():
         raise UserError(f"{path} is a folder that datasets' save_to_disk did not make: name one of the files in it.")
-    datasets = _import("datasets", needed_for=path)
-    saved = datasets.load_from_disk(path)
-    if not splits.is_file():
-        return list(saved.to_list())
-    if split not in saved:
+    saved = _import("datasets", needed_for=path).load_from_disk(path)
+    if splits.is_file() and split not in saved:
         raise UserError(f"{path} has no split {split!r}: it has {', '.join(saved)}.")
-    return list(saved[split].to_list())
+    return list((saved[split] if splits.is_file() else saved).to_list())
 
 
 def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
@@ -222,10 +211,9 @@ def _prompt(row: Row, place: str) -> Prompt:
     prompt = row[column]
     if isinstance(prompt, str):
         return valid_text(prompt, place)
-    if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
-        raise UserError(
-            f"{place}: {column} is neither text nor a list of chat messages, each with text as role and content."
-        )
+    if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
+        expected = "a list of chat messages, each with text as role and content"
+        raise UserError(f"{place}: {column} is neither text nor {expected}.")
     return [{"role": message["role"], "content": valid_text(message["content"], place)} for message in prompt]
 
 
@@ -266,17 +254,13 @@ def _is_message(message: object) -> bool:
 
 
 def _answer(row: Row, place: str) -> str:
-    candidates = (_final(value) for value in _answers(row, place))
-    answer = next((answer for answer in candidates if not is_missing(answer)), None)
-    match answer:
-        case None:
-            raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
-        case str():
-            return answer
-        case float() if answer.is_integer():
-            return str(int(answer))
-        case int() | float() | Decimal():
-            return str(answer)
+    answer = next((answer for answer in _answers(row, place) if not is_missing(answer)), None)
+    if answer is None:
+        raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    if isinstance(answer, str | int | float | Decimal):
+        return str(answer)
     raise UserError(
         f"{place}: the answer is a {type(answer).__name__}, expected text or a number. Every column reaches the "
         "reward functions: keep the structure in a column of another name, and put a text in answer."
@@ -284,28 +268,22 @@ def _answer(row: Row, place: str) -> str:
 
 
 def _answers(row: Row, place: str) -> Iterator[object]:
-    """The values of ANSWER_COLUMNS, in order. verl's nested column may be a JSON text."""
-    yield from (row.get(column) for column in ANSWER_COLUMNS[:-1])
-    nested = row.get("reward_model")
-    if isinstance(nested, str):
-        nested = parse_json(nested.encode(), f"{place}, reward_model")
-    yield nested.get("ground_truth") if isinstance(nested, dict) else None
-
-
-def _final(answer: object) -> object:
-    """The part after #### of a worked solution that ends in "#### 72", as in GSM8K; other values are unchanged."""
-    return answer.rpartition("####")[2].strip() if isinstance(answer, str) else answer
+    """The values of ANSWER_COLUMNS, in order. Of a worked solution that ends in "#### 72", as in GSM8K, the 72."""
+    for column in ANSWER_COLUMNS:
+        outer, _, inner = column.partition(".")
+        value = row.get(outer)
+        if inner and isinstance(value, str):  # verl's nested column may be a JSON text
+            value = parse_json(value.encode(), f"{place}, {outer}")
+        if inner:
+            value = value.get(inner) if isinstance(value, dict) else None
+        yield value.rpartition("####")[2].strip() if isinstance(value, str) else value
 
 
 def is_missing(value: object) -> bool:
-    match value:
-        case None | []:
-            return True
-        case str():
-            return not value.strip()
-        case float():
-            return math.isnan(value)
-    return False
+    """Whether a value is null, NaN, an empty list or a blank text."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return not value.strip() if isinstance(value, str) else value is None or value == []
 
 
 def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
