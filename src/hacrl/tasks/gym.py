@@ -35,7 +35,6 @@ RETRY = CHUNK * 10**7
 """How far ahead in the stream to look if the problem at a position belongs to another split or is taken."""
 MAX_ATTEMPTS = 200
 """Draws for one problem before the task gives up: the generator seems to have no unseen problem left."""
-UNUSABLE = {"composite": "write a mixture of tasks instead (task.mixture)"}
 HASH_SEEDED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Generators that iterate over sets of strings, whose order differs between processes. For word_ladder only the
 reference answers, which a warm-up learns from, depend on the order."""
@@ -76,8 +75,8 @@ class GymTask:
             raise UserError(f"{needed}: run pip install 'hacrl[gym]'.") from None
         if self.generator not in DATASETS:
             raise UserError(f"reasoning-gym has no {self.generator!r}{nearest(self.generator, DATASETS)}")
-        if self.generator in UNUSABLE:
-            raise UserError(f"gym:{self.generator} cannot be used: {UNUSABLE[self.generator]}.")
+        if self.generator == "composite":
+            raise UserError("gym:composite cannot be used: write a mixture of tasks instead (task.mixture).")
         if self.generator in HASH_SEEDED and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             raise UserError(
                 f"The problems of gym:{self.generator} depend on Python's hash seed, which is another one in every "

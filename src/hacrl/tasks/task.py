@@ -10,7 +10,7 @@ from typing import Any
 from hacrl.config.task import CurriculumConfig
 from hacrl.errors import UserError
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import Verdict, Verifier
+from hacrl.tasks.verify import Lengths, Verdict, Verifier
 
 LOOKAHEAD = 10_000
 """Number of positions of a mixture searched for the step that takes the most problems from one part."""
@@ -55,10 +55,8 @@ class Task:
     curriculum: Curriculum | None = None
     write_solution: Callable[[Problem], str] | None = None
 
-    def score(
-        self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
-    ) -> list[Verdict]:
-        """Verify the texts; returns a verdict on each. Without `num_tokens` there is no length penalty."""
+    def score(self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Lengths = None) -> list[Verdict]:
+        """Verify the texts; returns a verdict on each."""
         names = {name for problem in problems for name in problem.columns}
         columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
         assert isinstance(self.verifier, Verifier)
@@ -146,9 +144,7 @@ class Mixture(Task):
                 )
         self._checked = count
 
-    def score(
-        self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
-    ) -> list[Verdict]:
+    def score(self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Lengths = None) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         for label, part in self.parts.items():
             rows = [row for row, problem in enumerate(problems) if problem.part == label]

@@ -26,6 +26,8 @@ from hacrl.tasks.worker import Reply, Worker
 
 Completion = str | list[dict[str, str]]
 """A completion as in TRL: a text if the prompt is a text, one assistant message if it is chat messages."""
+Lengths = Sequence[int] | None
+"""How many tokens each completion has; None: there is no length penalty."""
 Reward: TypeAlias = "str | RewardFunction | SoftOverlong"
 
 MEMORY_GIB = 4.0
@@ -96,10 +98,9 @@ class Verifier(ExitStack):
         prompts: Sequence[Prompt],
         completions: Sequence[str],
         columns: dict[str, list[Any]],
-        num_tokens: Sequence[int] | None = None,
+        num_tokens: Lengths = None,
     ) -> list[Verdict]:
-        """Return a verdict on each completion. Each of the data's `columns` has a value per completion. Without
-        `num_tokens` there is no length penalty."""
+        """Return a verdict on each completion. Each of the data's `columns` has a value per completion."""
         wrapped: list[Completion] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
@@ -136,7 +137,7 @@ class Scorer(ABC):
     """Runs one reward function, in this process or in others."""
 
     @abstractmethod
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         """A verdict for each of `arguments["completions"]`, which have `num_tokens` tokens."""
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ class SoftOverlong(Scorer):
     max_completion_length: int
     soft_punish_cache: int
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         if num_tokens is None:
             return [Verdict(None)] * len(arguments["completions"])
         return [Verdict(self.penalty(length)) for length in num_tokens]
@@ -170,7 +171,7 @@ class InProcess(Scorer):
         self._function = function
         self._attempt(child.usable, function)
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         own = copy.deepcopy(arguments)  # the function may change them
         return [Verdict(value) for value in self._attempt(child.call, self._function, own)]
 
@@ -194,7 +195,7 @@ class InOneChild(Scorer):
         if loading.outcome != "returned":
             raise _broken(spec, loading.detail)
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         reply = self._worker.call(arguments, self._call_timeout)
         if reply.outcome in ("raised", "memory", "unloadable"):
             raise _broken(self._spec, reply.detail)
@@ -224,7 +225,7 @@ class Pool(Scorer):
             self._idle.put(worker)
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix=kind)
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None = None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths = None) -> list[Verdict]:
         texts = [_text_of(completion) for completion in arguments["completions"]]
         rows = list(zip(texts, *(arguments[column] for column in self._columns), strict=True))
         size = min(BATCH, math.ceil(len(rows) / len(self._workers)))
