@@ -97,7 +97,7 @@ def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None =
             raise UserError(f"There is no benchmark {known!r}{nearest(known, BENCHMARKS)}")
         if names.count(name) > 1:
             raise UserError(f"The benchmark {name} is named twice.")
-    found = [_load_files(name, data) if data else _load_hub(name) for name in names]
+    found = [_load(name, data) for name in names]
     if limit is None:
         return found
     return [replace(each, problems=each.problems[:limit], without_reference=[]) for each in found]
@@ -114,16 +114,36 @@ def found_in(data: Path) -> list[str]:
     return names
 
 
-def _load_files(name: str, data: Path) -> ProblemSet:
-    subset = BENCHMARKS[name.partition(":")[0]].subset
-    paths = _matches(name, data)
-    if not paths:
-        raise UserError(_not_found(name, data))
-    paths = [path for path in paths if path.parent.name == subset] or paths
-    source = ", ".join(map(str, paths))
-    if len({SHARD.sub("", str(path.with_suffix(""))) for path in paths}) > 1:
-        raise UserError(f"Several files fit {name}: {source}. Give --data a folder with one.")
-    return _problem_set(name, source, (row for path in paths for row in read_rows(str(path), "", None)))
+def _load(name: str, data: Path | None) -> ProblemSet:
+    known, _, split = name.partition(":")
+    benchmark, solved_in = BENCHMARKS[known], BENCHMARKS[known].solved_in
+    rows: Iterable[tuple[str, Row]]
+    if data:
+        paths = _matches(name, data)
+        if not paths:
+            raise UserError(_not_found(name, data))
+        paths = [path for path in paths if path.parent.name == benchmark.subset] or paths
+        source = ", ".join(map(str, paths))
+        if len({SHARD.sub("", str(path.with_suffix(""))) for path in paths}) > 1:
+            raise UserError(f"Several files fit {name}: {source}. Give --data a folder with one.")
+        rows = (row for path in paths for row in read_rows(str(path), "", None))
+    else:
+        source = benchmark.repository
+        try:
+            rows = read_rows(source, split or benchmark.split, benchmark.subset)
+        except UserError as error:
+            raise UserError(f"{name} cannot be read from the hub: give its files with --data DIR. {error}") from error
+    problems, without = [], []
+    for number, (place, row) in enumerate(rows):
+        reference = reference_of(row)
+        if reference is None:
+            without.append(place)
+            continue
+        columns = {**row, "answer": reference} | ({"solution": row.get(solved_in)} if solved_in else {})
+        problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
+    if not problems:
+        raise UserError(f"{source} has no problem with a reference answer for {name}.")
+    return ProblemSet(name, source, problems, without)
 
 
 def _not_found(name: str, data: Path) -> str:
@@ -139,16 +159,6 @@ def _not_found(name: str, data: Path) -> str:
     if others := [other for other in relatives if other != known and _matches(other, data)]:
         message += f" There are files of {', '.join(others)}."
     return message
-
-
-def _load_hub(name: str) -> ProblemSet:
-    known, _, split = name.partition(":")
-    benchmark = BENCHMARKS[known]
-    try:
-        rows = read_rows(benchmark.repository, split or benchmark.split, benchmark.subset)
-    except UserError as error:
-        raise UserError(f"{name} cannot be read from the hub: give its files with --data DIR. {error}") from error
-    return _problem_set(name, benchmark.repository, rows)
 
 
 def _matches(name: str, data: Path) -> list[Path]:
@@ -176,21 +186,6 @@ def _matches(name: str, data: Path) -> list[Path]:
 def plain(name: str) -> str:
     """A name without capitals, hyphens and underscores: `math500` for `MATH-500` and `math_500`."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _problem_set(name: str, source: str, rows: Iterable[tuple[str, Row]]) -> ProblemSet:
-    solved_in = BENCHMARKS[name.partition(":")[0]].solved_in
-    problems, without = [], []
-    for number, (place, row) in enumerate(rows):
-        reference = reference_of(row)
-        if reference is None:
-            without.append(place)
-            continue
-        columns = {**row, "answer": reference} | ({"solution": row.get(solved_in)} if solved_in else {})
-        problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
-    if not problems:
-        raise UserError(f"{source} has no problem with a reference answer for {name}.")
-    return ProblemSet(name, source, problems, without)
 
 
 def _prompt(row: Row, place: str) -> str:

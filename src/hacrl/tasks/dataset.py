@@ -92,16 +92,12 @@ class Epochs(Generic[Item]):
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def take(self, position: int, count: int) -> list[Item]:
-        """The `count` items from `position` on, all different.
-
-        If they reach into the next epoch, items of that epoch that were already taken are left for the step after.
-        """
+        """The `count` items from `position` on, all different. If they reach into the next epoch, items of that epoch
+        that were already taken are left for the step after."""
         size = len(self._items)
         if count > size:
-            raise UserError(
-                f"The data set has {size} problems, fewer than the {count} of one step: "
-                f"set prompts_per_step to {size} or less, or add data."
-            )
+            advice = f"set prompts_per_step to {size} or less, or add data"
+            raise UserError(f"The data set has {size} problems, fewer than the {count} of one step: {advice}.")
         first = position
         while first >= size > count > first % size > 0:  # the previous step reached into this epoch
             first -= count
@@ -196,9 +192,8 @@ def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
         return list(datasets.load_dataset(source, subset, split=split).to_list())
     except (OSError, ValueError) as error:
         chosen = f"split {split!r}" + (f" and subset {subset!r}" if subset else "")
-        raise UserError(
-            f"There is no file {source}, and the hub's data set of that name cannot be loaded with {chosen}: {error}"
-        ) from error
+        on_hub = f"the hub's data set of that name cannot be loaded with {chosen}"
+        raise UserError(f"There is no file {source}, and {on_hub}: {error}") from error
 
 
 def _import(module: str, needed_for: object) -> ModuleType:
@@ -291,10 +286,8 @@ def is_missing(value: object) -> bool:
 
 
 def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
-    return (
-        f"{place} has no {what}: it has the columns {', '.join(row) or '(none)'}. "
-        f"Put the {what} in one of {', '.join(understood)}, or remove the row."
-    )
+    advice = f"Put the {what} in one of {', '.join(understood)}, or remove the row."
+    return f"{place} has no {what}: it has the columns {', '.join(row) or '(none)'}. {advice}"
 
 
 def _question(prompt: Prompt) -> str:

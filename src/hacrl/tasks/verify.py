@@ -126,10 +126,9 @@ class Verifier(ExitStack):
         judged = any(values[name] is not None for name in values if not isinstance(self._scorers[name], SoftOverlong))
         total = sum(weighted) if judged else None
         if total is not None and not abs(total) <= child.LARGEST:
-            raise UserError(
-                f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}, "
-                f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}: lower the weights in task.reward."
-            )
+            summed = f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}"
+            expected = f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}"
+            raise UserError(f"{summed}, {expected}: lower the weights in task.reward.")
         return Verdict(total, parts=values)
 
 
@@ -265,10 +264,8 @@ def _scorer(reward: Reward, timeout: float, call_timeout: float, workers: int, m
     if reward in ("math", GYM):
         return Pool("gym" if reward == GYM else "math", timeout, workers, memory_gib)
     if not all(reward.rpartition(":")):
-        raise UserError(
-            f"There is no reward {reward!r}: exact and math are built in, "
-            "and a function of yours is written module:function or path/to/file.py:function."
-        )
+        yours = "a function of yours is written module:function or path/to/file.py:function"
+        raise UserError(f"There is no reward {reward!r}: exact and math are built in, and {yours}.")
     return InOneChild(reward, call_timeout, memory_gib)
 
 
