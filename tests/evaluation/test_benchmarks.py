@@ -217,7 +217,7 @@ def test_half_a_batch_is_done_again_and_a_finished_benchmark_is_not(
     def refuse(*arguments: object) -> None:
         raise AssertionError("a finished evaluation loads no model and judges nothing")
 
-    for module, name in ((loading, "_load"), (loading, "load_tokenizer"), (answers, "Verifier"), (answers, "MathPool")):
+    for module, name in ((loading, "_load"), (loading, "load_tokenizer"), (answers, "Verifier"), (answers, "Pool")):
         monkeypatch.setattr(module, name, refuse)
     evaluate(data, tmp_path / "out", k=4, batch_size=3)
     assert path.read_bytes() == reference

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hacrl.tasks.boxed import boxes, last_box, same_text, stated, tidy, tidy_boxes
-from hacrl.tasks.verify import MathPool, Verifier
+from hacrl.tasks.verify import Pool, Verifier
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_spellings(verifier: Verifier, answer: str, completion: str, reward: flo
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[MathPool]:
-    pool = MathPool("same_answer", 3.0, 1)
+def pool() -> Iterator[Pool]:
+    pool = Pool("same_answer", 3.0, 1)
     yield pool
     pool.close()
 
@@ -179,11 +179,11 @@ def pool() -> Iterator[MathPool]:
         (r"\boxed{}", [], None),
     ],
 )
-def test_equal_answers(pool: MathPool, completion: str, others: list[str], place: int | None) -> None:
+def test_equal_answers(pool: Pool, completion: str, others: list[str], place: int | None) -> None:
     assert pool.call({"completions": [completion], "others": [others]}).values == [place]
 
 
-def test_equal_answers_of_hostile_texts(pool: MathPool) -> None:
+def test_equal_answers_of_hostile_texts(pool: Pool) -> None:
     assert pool.call({"completions": ["9**9**9**9"], "others": [[r"\boxed{3}"]]}).outcome == "timeout"
     for text in ("\\boxed{" * 100_000, "\x00\ud800", "$" * 1001, r"\boxed{" + "(" * 3000 + "}"):
         assert pool.call({"completions": [text], "others": [[r"\boxed{3}"]]}).outcome in (

@@ -14,8 +14,7 @@ from hacrl.config.task import CurriculumConfig, TaskConfig
 from hacrl.errors import UserError
 from hacrl.run import resumed_config, train
 from hacrl.tasks import build_task
-from hacrl.tasks.curriculum import Curriculum
-from hacrl.tasks.task import Interleaving
+from hacrl.tasks.task import Curriculum, Interleaving
 from hacrl.training.run_dir import RunDir
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

@@ -20,7 +20,7 @@ from hacrl.rollouts.rollout import Completion
 from hacrl.sources.policy import PolicySource
 from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import MathPool, Verdict, Verifier
+from hacrl.tasks.verify import Pool, Verdict, Verifier
 
 VERIFY_SECONDS = 10.0
 """Time that the judgement of one completion may take."""
@@ -31,19 +31,9 @@ Score = Callable[[Sequence[Problem], Sequence[str]], list[Verdict]]
 
 def answer_line(problem: Problem, text: str, finish_reason: str, num_tokens: int, verdict: Verdict) -> Line:
     """All that is known of an answer."""
-    return {
-        "prompt_id": problem.id,
-        "part": problem.part,
-        "prompt": problem.prompt,
-        "answer": problem.answer,
-        "text": text,
-        "finish_reason": finish_reason,
-        "num_tokens": num_tokens,
-        "stated": stated(text),
-        "reward": verdict.reward,
-        "problem": verdict.problem,
-        "detail": verdict.detail,
-    }
+    asked = {"prompt_id": problem.id, "part": problem.part, "prompt": problem.prompt, "answer": problem.answer}
+    given = {"text": text, "finish_reason": finish_reason, "num_tokens": num_tokens, "stated": stated(text)}
+    return asked | given | {"reward": verdict.reward, "problem": verdict.problem, "detail": verdict.detail}
 
 
 class Answerer:
@@ -96,8 +86,8 @@ class Answerer:
             return [completion for (completion,) in self.source.engine.sample(prompts, params, seed)]
 
     def prompt_ids(self, problem: Problem) -> list[int]:
-        """Token ids of a problem's prompt. If it is too long, UserError as in training; on benchmarks all of them, or a
-        `Beginning` if they are far too many for the model."""
+        """Token ids of a prompt. If it is too long, UserError as in training; on benchmarks all ids, or a `Beginning`
+        if they are far too many for the model."""
         if self.as_trained:
             return self.source.reader.prompt_ids(problem)
         ids = render(self.tokenizer, self.asked_with, problem.prompt, self.positions)
@@ -108,17 +98,15 @@ class Answerer:
 
     @cached_property
     def asked_with(self) -> AgentConfig:
-        """The settings for prompts of benchmarks: base models have no chat template, and some templates know no system
-        role."""
+        """The settings for benchmarks: base models have no chat template, and some templates know no system role."""
         config = self.config
-        if not config.system_prompt:
-            return config
-        end = "" if self.tokenizer.chat_template else "\n"
-        try:
-            render(self.tokenizer, config, "1 + 1 = ?")
-        except UserError:
-            suffix = f"\n{config.system_prompt}{end}{config.prompt_suffix}"
-            return config.model_copy(update={"system_prompt": None, "prompt_suffix": suffix})
+        if config.system_prompt:
+            try:
+                render(self.tokenizer, config, "1 + 1 = ?")
+            except UserError:
+                end = "" if self.tokenizer.chat_template else "\n"
+                suffix = f"\n{config.system_prompt}{end}{config.prompt_suffix}"
+                return config.model_copy(update={"system_prompt": None, "prompt_suffix": suffix})
         return config
 
     def check(self, benchmark: str, prompts: Sequence[Sequence[int]]) -> None:
@@ -131,18 +119,13 @@ class Answerer:
         too_long = sum(length >= positions for length in lengths)
         if too_long == len(lengths):
             least = "at least " if any(isinstance(prompt, Beginning) for prompt in prompts) else ""
-            raise UserError(
-                f"{benchmark}: the shortest prompt has {least}{min(lengths)} tokens, and {model} has {positions} "
-                "positions."
-            )
+            shortest = f"{benchmark}: the shortest prompt has {least}{min(lengths)} tokens"
+            raise UserError(f"{shortest}, and {model} has {positions} positions.")
         if too_long:
             warn(f"{benchmark}: {too_long} prompts do not fit into {model} ({positions} positions): counted as wrong.")
-        short = sum(positions - wanted < length < positions for length in lengths)
-        if short:
-            warn(
-                f"{benchmark}: {short} prompts leave less than {wanted} tokens for a completion, because {model} "
-                f"has {positions} positions."
-            )
+        if short := sum(positions - wanted < length < positions for length in lengths):
+            leave = f"{benchmark}: {short} prompts leave less than {wanted} tokens for a completion"
+            warn(f"{leave}, because {model} has {positions} positions.")
 
 
 class Judge(ExitStack):
@@ -157,12 +140,12 @@ class Judge(ExitStack):
         return self.enter_context(Verifier([("math", 1.0)], timeout=VERIFY_SECONDS, workers=self.workers))
 
     @cached_property
-    def _comparing(self) -> MathPool:
+    def _comparing(self) -> Pool:
         return self.pool("same_answer")
 
-    def pool(self, function: str) -> MathPool:
+    def pool(self, function: str) -> Pool:
         """Processes that run a function of math_reward.py until this judge is left."""
-        return self.enter_context(closing(MathPool(function, VERIFY_SECONDS, self.workers)))
+        return self.enter_context(closing(Pool(function, VERIFY_SECONDS, self.workers)))
 
     def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
         """A verdict on each text against the answer of its problem."""
@@ -171,22 +154,20 @@ class Judge(ExitStack):
 
     def votes(self, groups: Sequence[Sequence[Line]]) -> list[list[int | None]]:
         """Number the completions of each problem by answer: 0 is the right answer, equal wrong ones share a number."""
-        pool = self._comparing
-        return list(pool.threads.map(lambda group: _votes(group, pool), groups))
+        return list(self._comparing.threads.map(self._votes, groups))
 
+    def _votes(self, group: Sequence[Line]) -> list[int | None]:
+        different: list[str] = []
 
-def _votes(group: Sequence[Line], pool: MathPool) -> list[int | None]:
-    different: list[str] = []
+        @cache
+        def number(text: str) -> int | None:
+            """The number of a wrong answer; None if it cannot be compared."""
+            reply = self._comparing.call({"completions": [text], "others": [different]})
+            place = reply.values[0] if reply.outcome == "returned" else None
+            if place == -1:
+                different.append(text)
+                return len(different)
+            return None if place is None else int(place) + 1
 
-    @cache
-    def number(text: str) -> int | None:
-        """The number of a wrong answer; None if it cannot be compared."""
-        reply = pool.call({"completions": [text], "others": [different]})
-        place = reply.values[0] if reply.outcome == "returned" else None
-        if place == -1:
-            different.append(text)
-            place = len(different) - 1
-        return None if place is None else int(place) + 1
-
-    numbers: dict[float | None, int | None] = {1.0: 0, None: None}
-    return [numbers[line["reward"]] if line["reward"] in numbers else number(line["text"]) for line in group]
+        numbers: dict[float | None, int | None] = {1.0: 0, None: None}
+        return [numbers[line["reward"]] if line["reward"] in numbers else number(line["text"]) for line in group]

@@ -40,8 +40,6 @@ SECONDS_BETWEEN_LINES = 30.0
 FILES_OF_WEIGHTS = (".safetensors", ".bin")
 FILES_OF_A_MODEL = (*FILES_OF_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 """Endings of a model's files, with its configuration, tokenizer and chat template."""
-SHOWN = {"weights": "tokenizer, template or weights"}
-"""Settings whose names in eval.json do not say it all."""
 ASKED_WITH = ("system_prompt", "chat_template_kwargs", "max_completion_length", "stop", "dtype", "top_p", "top_k")
 """Settings of an agent that change its answers, and so make another evaluation."""
 NOT_HERE = {
@@ -51,16 +49,11 @@ NOT_HERE = {
     "temperature": "use --temperature",
 }
 """Settings of an agent that an evaluation does not take as KEY=VALUE, and why."""
-WRITTEN = (
-    *("prompt_id", "index", "prompt", "answer", "text", "finish_reason", "num_tokens", "stated"),
-    *("reward", "problem", "detail"),
-)
-"""What a file of completions says of each, before votes are counted."""
 
+JUDGED = {"reward": NUMBER, "vote?": (int, NoneType)}
 COMPLETION = Kind(
     "a completion",
-    {"prompt_id": str, "index": int, "text": str, "finish_reason": str, "num_tokens": int}
-    | {"reward": NUMBER, "vote?": (int, NoneType)},
+    {"prompt_id": str, "index": int, "text": str, "finish_reason": str, "num_tokens": int, **JUDGED},
     "Delete the line, or the file: it is sampled anew.",
     grows=True,
 )
@@ -84,7 +77,10 @@ def evaluate_benchmarks(target: str, options: Options, console: Console) -> tupl
     folder = EvaluationDir(options.output or usual, alone=[agent.id for agent in agents] == ["model"])
     answerers = (Answerer(agent, as_trained=False) for agent in agents)
     jobs = [[Job(answerer, each, options, seed) for each in sets] for answerer in answerers]
-    with folder.locked(), Judge() as judge, _progress(console) as progress:
+    told, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+    columns = (told, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
+    bars = Progress(*columns, console=console, disable=not console.is_terminal)
+    with folder.locked(), Judge() as judge, bars as progress:
         folder.begin(target, jobs)
         evaluation = Evaluation(folder, judge, progress)
         while jobs:
@@ -99,7 +95,7 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
     seed = 0
     if is_run(target) or options.config is not None:
         config, agents = agents_of(target, options.config or "", options.checkpoint)
-        seed = config.seed if is_run(target) else seed
+        seed = config.seed if is_run(target) else 0
     else:
         check_model(target, options.checkpoint)
         asked = {"system_prompt": INSTRUCTION, "max_completion_length": 4096, "sampling_batch_size": 64}
@@ -109,11 +105,8 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
         usual = Path(target) / "eval" / Path(agents[0].model).parents[1].name
     if options.limit is not None:  # a first look should not be in the way of the whole
         usual = usual.with_name(f"{usual.name}-limit-{options.limit}")
-    given = {
-        "system_prompt": options.system_prompt,
-        "max_completion_length": options.max_completion_length,
-        "sampling_batch_size": options.batch_size,
-    }
+    given = {"system_prompt": options.system_prompt, "max_completion_length": options.max_completion_length}
+    given |= {"sampling_batch_size": options.batch_size}
     changes = {name: value for name, value in given.items() if value is not None}
     for name in (override.partition("=")[0] for override in options.overrides):
         if name in NOT_HERE:
@@ -154,10 +147,8 @@ class Job:
         return ids
 
     def batches(self, k: int) -> tuple[list[Place], dict[int, list[Place]]]:
-        """Completions whose prompt does not fit into the model, and batches of the others by where they begin.
-
-        The longest come first: memory that suffices for the first batch suffices for all.
-        """
+        """Completions whose prompt does not fit into the model, and batches of the others by where they begin. The
+        longest come first: memory that suffices for the first batch suffices for all."""
         longest_first = sorted(self.prompts, key=lambda name: -len(self.prompts[name]))
         places = [(name, index) for name in longest_first for index in range(k)]
         fitting = [place for place in places if len(self.prompts[place[0]]) < self.answerer.positions]
@@ -173,19 +164,14 @@ def weights_of(model: str) -> str:
         return model
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.suffix in FILES_OF_A_MODEL and path.is_file()):
-        size = path.stat().st_size
+        size, is_weights = path.stat().st_size, path.suffix in FILES_OF_WEIGHTS
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            if path.suffix not in FILES_OF_WEIGHTS:
-                digest.update(file.read())
-                continue
-            digest.update(file.read(SAMPLE_OF_WEIGHTS))
-            file.seek(max(size - SAMPLE_OF_WEIGHTS, 0))
-            digest.update(file.read(SAMPLE_OF_WEIGHTS))
+            digest.update(file.read(SAMPLE_OF_WEIGHTS if is_weights else -1))
+            if is_weights:
+                file.seek(max(size - SAMPLE_OF_WEIGHTS, 0))
+                digest.update(file.read(SAMPLE_OF_WEIGHTS))
     return digest.hexdigest()[:16]
-
-
-# --- files -----------------------------------------------------------------------------------------
 
 
 class EvaluationDir:
@@ -216,13 +202,11 @@ class EvaluationDir:
             agent = self.contents["agents"].get(job.agent.id, {"benchmarks": {}})
             for name, row in agent["benchmarks"].items():
                 now, then = job.settings if name == job.set.name else job.agent_settings, row["settings"]
-                changed = [key for key in now if then.get(key) != now[key]]
-                if changed:
-                    was = ", ".join(f"{SHOWN.get(key, key)} {then.get(key)!r}, now {now[key]!r}" for key in changed)
-                    raise UserError(
-                        f"{self.path} holds {name} of {agent['model']} with other settings: {was}. "
-                        "Choose another --output."
-                    )
+                if changed := [key for key in now if then.get(key) != now[key]]:
+                    shown = {"weights": "tokenizer, template or weights"}
+                    was = ", ".join(f"{shown.get(key, key)} {then.get(key)!r}, now {now[key]!r}" for key in changed)
+                    held = f"{self.path} holds {name} of {agent['model']} with other settings"
+                    raise UserError(f"{held}: {was}. Choose another --output.")
 
     def completions(self, job: Job, greedy: bool = False) -> Path:
         """The file of a job's completions, or of the greedy ones beside them."""
@@ -249,21 +233,14 @@ def read_lines(path: Path) -> list[Line]:
     return files.read_lines(path, COMPLETION) if path.is_file() else []
 
 
-def _numbered(places: Sequence[Place], answers: Sequence[Line]) -> list[Line]:
-    """Answers as they are written down, each with the number of the completion."""
-    pairs = zip(places, answers, strict=True)
-    return [{name: index if name == "index" else answer[name] for name in WRITTEN} for (_, index), answer in pairs]
-
-
-def _by_place(lines: Sequence[Line]) -> dict[Place, Line]:
-    return {(line["prompt_id"], line["index"]): line for line in lines}
+def _placed(places: Sequence[Place], answers: Sequence[Line]) -> dict[Place, Line]:
+    """Answers as they are written down, each with the number of the completion; benchmarks have no parts."""
+    lines = [{name: value for name, value in answer.items() if name != "part"} for answer in answers]
+    return {own: {"prompt_id": own[0], "index": own[1]} | line for own, line in zip(places, lines, strict=True)}
 
 
 def _text(lines: Iterable[Line]) -> str:
     return "".join(to_json(line) + "\n" for line in lines)
-
-
-# --- sampling and judging --------------------------------------------------------------------------
 
 
 class Evaluation:
@@ -279,21 +256,19 @@ class Evaluation:
         if job.k > 1:
             greedy = self._groups(job, 1, 0.0, self.folder.completions(job, greedy=True))
             values, groups = by_problem_with_votes(greedy) | values, groups + greedy
-        left_out = len(job.set.without_reference)
         found = summary([line for group in groups for line in group], values)
-        self.folder.add(job, source=job.set.source, without_reference=left_out, **found)
+        self.folder.add(job, source=job.set.source, without_reference=len(job.set.without_reference), **found)
         self._say(job, "done")
         return values
 
     def _groups(self, job: Job, k: int, temperature: float, path: Path) -> list[list[Line]]:
         """The completions of each problem; those that the file does not hold yet are sampled and judged."""
         places = [[(problem.id, index) for index in range(k)] for problem in job.set.problems]
-        total = k * len(places)
-        bar = self.progress.add_task(f"{job.agent.id} · {job.set.name}", total=total, rate="")
-        lines = _by_place(read_lines(path))
+        bar = self.progress.add_task(f"{job.agent.id} · {job.set.name}", total=k * len(places), rate="")
+        lines = {(line["prompt_id"], line["index"]): line for line in read_lines(path)}
         if not lines.keys() >= {place for own in places for place in own}:
             lines = self._sample(job, k, temperature, path, lines, bar)
-        self.progress.update(bar, completed=total, rate="")
+        self.progress.update(bar, completed=k * len(places), rate="")
         groups = [[lines[place] for place in own] for own in places]
         ordered = [line for group in groups for line in group]
         if k > 1 and not all("vote" in line for line in ordered):
@@ -319,22 +294,20 @@ class Evaluation:
         self.folder.add(job)
         path.parent.mkdir(exist_ok=True)
         wrong = [answer_line(problems[name], "", NO_ROOM, 0, Verdict(0.0)) for name, _ in without_room]
-        lines |= _by_place(_numbered(without_room, wrong))
+        lines |= _placed(without_room, wrong)
         if path.is_file() or without_room:
             write_atomically(path, _text(lines.values()))
         self.progress.update(bar, completed=len(lines))
         began = said = time.perf_counter()
         tokens = 0
-        for start, places in batches.items():
-            if start in done:
-                continue
+        for start, places in [batch for batch in batches.items() if batch[0] not in done]:
             own, prompts = [problems[name] for name, _ in places], [job.prompts[name] for name, _ in places]
             seed = derive_seed(job.seed, EVALUATE, zlib.crc32(job.set.name.encode()), start)
-            new = _numbered(places, job.answerer.answers(own, prompts, self.judge.score, temperature, seed))
+            new = _placed(places, job.answerer.answers(own, prompts, self.judge.score, temperature, seed))
             with path.open("a", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
-                file.write(_text(new))
-            lines |= _by_place(new)
-            tokens, now = tokens + sum(line["num_tokens"] for line in new), time.perf_counter()
+                file.write(_text(new.values()))
+            lines |= new
+            tokens, now = tokens + sum(line["num_tokens"] for line in new.values()), time.perf_counter()
             rate = f"{tokens / (now - began):,.0f} tokens/s"
             self.progress.update(bar, advance=len(new), rate=rate)
             if now - said >= SECONDS_BETWEEN_LINES:
@@ -346,25 +319,17 @@ class Evaluation:
 
     def _say(self, job: Job, text: str) -> None:
         """Print a line where there is no bar to look at: in a log."""
-        console = self.progress.console
+        console, said = self.progress.console, f"{job.agent.id}: {job.set.name} {text}"
         if not console.is_terminal:
-            said = f"{job.agent.id}: {job.set.name} {text}"
             console.print(said, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-def _progress(console: Console) -> Progress:
-    told, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
-    columns = (told, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _means(jobs: Sequence[Job], values: Sequence[dict[str, Array]]) -> dict[str, Figure]:
     """Over benchmarks, each with the same weight: avg@1, avg@k; and avg@1 with AIME by best@k, as the paper has it."""
-    best = [min(job.k, job.set.benchmark.samples) > 1 for job in jobs]
     names = {
         "avg@1": ["avg@1" for _ in jobs],
         "avg": [f"avg@{job.k}" for job in jobs],
-        "paper": [f"best@{job.k}" if own else "avg@1" for job, own in zip(jobs, best, strict=True)],
+        "paper": [f"best@{job.k}" if min(job.k, job.set.benchmark.samples) > 1 else "avg@1" for job in jobs],
     }
     sets = {mean: [own[name] for own, name in zip(values, each, strict=True)] for mean, each in names.items()}
     return {mean: figure(*mean_over_sets(own)) for mean, own in sets.items()}

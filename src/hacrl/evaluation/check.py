@@ -1,16 +1,16 @@
 """A check of the verifier on a benchmark's own answers: right ones must be right, and others' wrong."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hacrl.evaluation.answers import Judge
 from hacrl.seeding import permutation
 from hacrl.tasks.benchmarks import ProblemSet
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import MathPool
+from hacrl.tasks.verify import Pool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Check:
     """What the verifier made of one benchmark; each list holds exceptions, ready to be read."""
 
@@ -19,16 +19,16 @@ class Check:
     references: int
     solutions: int
     without_reference: list[str]
-    not_right: list[str] = field(default_factory=list)
+    not_right: list[str]
     """References that, in a box, are not right."""
-    spelling_only: list[str] = field(default_factory=list)
+    spelling_only: list[str]
     """References that math-verify cannot read or does not find equal to themselves: right if spelled the same."""
-    solutions_not_right: list[str] = field(default_factory=list)
-    shuffled: int = 0
+    solutions_not_right: list[str]
+    shuffled: int
     """References that were judged against another problem's; fewer where all are spelled alike."""
-    shuffled_right: list[str] = field(default_factory=list)
+    shuffled_right: list[str]
     """Another problem's reference, of another spelling, that is right all the same."""
-    shuffled_unverified: list[str] = field(default_factory=list)
+    shuffled_unverified: list[str]
 
 
 def check_verifier(sets: Sequence[ProblemSet]) -> Iterator[Check]:
@@ -39,44 +39,43 @@ def check_verifier(sets: Sequence[ProblemSet]) -> Iterator[Check]:
             yield _check(each, judge, reading)
 
 
-def _check(each: ProblemSet, judge: Judge, reading: MathPool) -> Check:
-    problems = each.problems
-    boxed = {problem.id: rf"The answer is $\boxed{{{problem.answer}}}$." for problem in problems}
-    solved = [(problem, solution) for problem in problems if (solution := each.solution(problem)) is not None]
-    check = Check(each.name, each.source, len(problems), len(solved), each.without_reference)
+def _check(each: ProblemSet, judge: Judge, reading: Pool) -> Check:
+    def verdicts(rows: Sequence[tuple[Problem, str, str]]) -> list[tuple[float | None, str]]:
+        """The reward of a text for each (problem, text, what to say behind the problem), and a line about it."""
+        judged = judge.score([problem for problem, _, _ in rows], [text for _, text, _ in rows])
+        whys = [f" ({verdict.detail})" if verdict.detail else "" for verdict in judged]
+        lines = [f"{own.id}: {own.answer}{more}{why}" for (own, _, more), why in zip(rows, whys, strict=True)]
+        return [(verdict.reward, line) for verdict, line in zip(judged, lines, strict=True)]
 
-    def verdicts(pairs: Sequence[tuple[Problem, str]]) -> Iterator[tuple[Problem, float | None, str]]:
-        """Each problem with the reward of the text beside it, and the reason if there is none."""
-        judged = judge.score([problem for problem, _ in pairs], [text for _, text in pairs])
-        for (problem, _), verdict in zip(pairs, judged, strict=True):
-            yield problem, verdict.reward, f" ({verdict.detail})" if verdict.detail else ""
-
-    for pairs, exceptions in (
-        ([(problem, boxed[problem.id]) for problem in problems], check.not_right),
-        (solved, check.solutions_not_right),
-    ):
-        exceptions += [f"{own.id}: {own.answer}{why}" for own, reward, why in verdicts(pairs) if reward != 1]
-    calls = [{"completions": [boxed[problem.id]], "answer": [problem.answer]} for problem in problems]
-    for problem, reply in zip(problems, reading.threads.map(reading.call, calls), strict=True):
-        if reply.values != [1.0]:
-            check.spelling_only.append(f"{problem.id}: {problem.answer}")
-    shuffled = _shuffled(problems)
-    check.shuffled = len(shuffled)
-    found = verdicts([(problem, boxed[other.id]) for problem, other in shuffled])
-    for (_, other), (problem, reward, why) in zip(shuffled, found, strict=True):
-        if reward != 0:
-            exceptions = check.shuffled_unverified if reward is None else check.shuffled_right
-            exceptions.append(f"{problem.id}: {problem.answer} and {other.answer}{why}")
-    return check
+    references = verdicts([(own, _boxed(own), "") for own in each.problems])
+    solved = [(own, solution, "") for own in each.problems if (solution := each.solution(own)) is not None]
+    columns = {"completions": list(map(_boxed, each.problems)), "answer": [own.answer for own in each.problems]}
+    read = zip(each.problems, reading.score(columns), strict=True)
+    shuffled = verdicts([(own, _boxed(other), f" and {other.answer}") for own, other in _shuffled(each.problems)])
+    return Check(
+        each.name,
+        each.source,
+        len(each.problems),
+        len(solved),
+        each.without_reference,
+        not_right=[line for reward, line in references if reward != 1],
+        spelling_only=[f"{own.id}: {own.answer}" for own, verdict in read if verdict.reward != 1],
+        solutions_not_right=[line for reward, line in verdicts(solved) if reward != 1],
+        shuffled=len(shuffled),
+        shuffled_right=[line for reward, line in shuffled if reward not in (0, None)],
+        shuffled_unverified=[line for reward, line in shuffled if reward is None],
+    )
 
 
-def _shuffled(problems: Sequence[Problem]) -> list[tuple[Problem, Problem]]:
+def _boxed(problem: Problem) -> str:
+    return rf"The answer is $\boxed{{{problem.answer}}}$."
+
+
+def _shuffled(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Problem]]:
     """Each problem with another one whose answer is spelled differently; nothing where all are spelled alike."""
     if len({problem.answer for problem in problems}) < 2:
-        return []
+        return
     order = [problems[position] for position in permutation(len(problems), 0)]
-    pairs = []
     for position, problem in enumerate(problems):
         turned = order[position:] + order[:position]
-        pairs.append((problem, next(other for other in turned if other.answer != problem.answer)))
-    return pairs
+        yield problem, next(other for other in turned if other.answer != problem.answer)

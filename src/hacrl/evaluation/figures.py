@@ -22,10 +22,8 @@ Figure = dict[str, float | None]
 
 
 def pass_at(k: int, judged: int, right: int) -> float:
-    """The chance that one of k completions is right, without bias: 1 - C(n-c, k) / C(n, k) of n judged, c right.
-
-    Chen et al., arXiv 2107.03374. NaN with fewer than k completions.
-    """
+    """The chance that one of k completions is right, without bias: 1 - C(n-c, k) / C(n, k) of n judged, c right. NaN
+    with fewer than k completions. Chen et al., arXiv 2107.03374."""
     return 1 - math.comb(judged - right, k) / math.comb(judged, k) if judged >= k else math.nan
 
 
@@ -44,16 +42,14 @@ def by_problem(correct_PK: npt.ArrayLike) -> dict[str, Array]:
     """A value for each problem: avg@K, pass@k for powers of two and for K, best@K; NaN where nothing was judged."""
     correct = np.asarray(correct_PK, dtype=float)
     K = correct.shape[1]
-    judged_P = (~np.isnan(correct)).sum(1)
-    right_P = np.nansum(correct, axis=1)
+    judged_P, right_P = (~np.isnan(correct)).sum(1), np.nansum(correct, axis=1)
     missing_P = judged_P == 0
-    average_P = np.where(missing_P, np.nan, right_P / np.maximum(judged_P, 1))
-    found = {f"avg@{K}": average_P}
+    found = {f"avg@{K}": np.where(missing_P, np.nan, right_P / np.maximum(judged_P, 1))}
     if K == 1:
         return found
     for k in sorted({K, *(2**power for power in range(K.bit_length()))}):
-        pairs = zip(judged_P.tolist(), right_P.tolist(), strict=True)
-        found[f"pass@{k}"] = np.array([pass_at(k, judged, int(right)) for judged, right in pairs])
+        pairs = zip(judged_P.tolist(), right_P.astype(int).tolist(), strict=True)
+        found[f"pass@{k}"] = np.array([pass_at(k, *pair) for pair in pairs])
     found[f"best@{K}"] = np.where(missing_P, np.nan, (right_P > 0).astype(float))
     return found
 

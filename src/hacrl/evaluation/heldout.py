@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.evaluation.answers import Answerer
 from hacrl.evaluation.subjects import agents_of
@@ -36,8 +35,7 @@ class Accuracy:
 def evaluate_target(
     target: str, config_source: str, step: int | None, num_problems: int | None, output: Path | None
 ) -> Iterator[Accuracy]:
-    """Measure greedy answers to the held-out problems of the run's task, or of the given config's; for a mixture also
-    by part."""
+    """Accuracy of greedy answers to held-out problems of the run's or the config's task; of a mixture also by part."""
     if output is not None and output.exists():
         raise UserError(f"{output} already exists. Choose another --output.")
     if output is not None and not output.parent.is_dir():
@@ -56,13 +54,12 @@ def evaluate_target(
             answers = answerer.answers(problems, prompts, task.score, temperature=0.0, seed=0)
             lines += [{"agent": agent.id, **{name: answer[name] for name in WRITTEN}} for answer in answers]
             for part in (None, *sorted({problem.part for problem in problems if problem.part is not None})):
-                yield _accuracy(agent, part, [a["reward"] for a in answers if part in (None, a["part"])])
+                rewards = [answer["reward"] for answer in answers if part in (None, answer["part"])]
+                judged = [reward for reward in rewards if reward is not None]
+                mean, counts = (
+                    sum(judged) / len(judged) if judged else math.nan,
+                    (len(rewards), len(rewards) - len(judged)),
+                )
+                yield Accuracy(agent.id, agent.model, part, mean, *reward_interval(judged), *counts)
     if output is not None:
         write_atomically(output, "".join(to_json(line) + "\n" for line in lines))
-
-
-def _accuracy(agent: AgentConfig, part: str | None, rewards: list[float | None]) -> Accuracy:
-    judged = [reward for reward in rewards if reward is not None]
-    mean = sum(judged) / len(judged) if judged else math.nan
-    interval = reward_interval(judged)
-    return Accuracy(agent.id, agent.model, part, mean, *interval, len(rewards), len(rewards) - len(judged))

@@ -37,8 +37,7 @@ class Options:
         if self.config is not None and (Path(target) / "config.yaml").is_file():
             raise UserError(f"--config is for a model, and {target} is a run: its agents have settings of their own.")
         if self.benchmarks is None:
-            why = "needs --benchmarks: the held-out problems are answered as in training."
-            self._refuse(("data", *SAMPLING), why)
+            self._refuse(("data", *SAMPLING), "needs --benchmarks: the held-out problems are answered as in training.")
         return target
 
     def folder_to_check(self, target: str | None) -> Path:

@@ -23,10 +23,9 @@ def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunCon
     """The agents of a run as they were at a checkpoint, or a model with the settings of the config's first agent."""
     if not is_run(target):
         check_model(target, step)
-    config = config_of(target, config_source)
-    if not is_run(target):
+        config = config_of(target, config_source)
         return config, [config.agents[0].model_copy(update={"id": "model", "model": target})]
-    folder = checkpoint.find_checkpoint(Path(target), step) / "agents"
+    config, folder = config_of(target, config_source), checkpoint.find_checkpoint(Path(target), step) / "agents"
     return config, [agent.model_copy(update={"model": str(folder / agent.id)}) for agent in config.agents]
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from hacrl.config.task import PartConfig, ProblemsConfig, RewardConfig, TaskConfig
+from hacrl.config.task import PartConfig, ProblemsConfig, TaskConfig
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
-from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.dataset import Epochs, load_problems, overlap
 from hacrl.tasks.gym import GymTask
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.task import Mixture, Task
-from hacrl.tasks.verify import GYM, SoftOverlong, Verifier
+from hacrl.tasks.task import Curriculum, Mixture, Task
+from hacrl.tasks.verify import GYM, Reward, SoftOverlong, Verifier
 
 __all__ = ["Task", "build_task"]
 
@@ -41,30 +40,26 @@ def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: Gy
     if config.generator is not None:
         return _build_gym(config, config.generator, seed, eval_size, scorers), []
     if config.name == "arithmetic":
-        arithmetic = ArithmeticTask(
-            seed,
-            min_operators=config.min_operators,
-            max_operators=config.max_operators,
-            max_operand=config.max_operand,
-            minus_share=config.minus_share,
-        )
+        options = {"min_operators", "max_operators", "max_operand", "minus_share"}
+        arithmetic = ArithmeticTask(seed, **config.model_dump(include=options))
         heldout = arithmetic.heldout("validation" if config.eval_split == "validation" else "test", eval_size)
-        verifier = Verifier([(arithmetic_reward, 1.0)])
-        return Task(arithmetic.train, heldout, verifier, write_solution=worked_answer), []
+        return Task(arithmetic.train, heldout, Verifier([(arithmetic_reward, 1.0)]), write_solution=worked_answer), []
     assert config.train is not None
-    remarks = []
     place = f"task.mixture.{config.label}" if isinstance(config, PartConfig) else "task"
     split, subset = config.train_split, config.subset
     problems = load_problems(config.train, split=split, subset=subset, name="train", key=f"{place}.train")
-    heldout = []
+    heldout, remarks = [], []
     if config.eval is not None:
         split, subset = config.eval_split, config.eval_subset
         heldout = load_problems(config.eval, split=split, subset=subset, name="eval", key=f"{place}.eval")
-        shared = overlap(problems, heldout)
-        if shared:
+        if shared := overlap(problems, heldout):
             remarks.append(f"{shared} of {len(heldout)} eval prompts also occur in the training data.")
-    verifier = _verifier(config, [(_reward(reward), reward.weight) for reward in config.reward])
-    return Task(Epochs(problems, seed).take, heldout[:eval_size], verifier, problems), remarks
+    rewards: list[tuple[Reward, float]] = []
+    for each in config.reward:
+        longest, cache = each.max_completion_length, each.soft_punish_cache
+        penalty = None if longest is None or cache is None else SoftOverlong(longest, cache)
+        rewards.append((penalty or each.name, each.weight))
+    return Task(Epochs(problems, seed).take, heldout[:eval_size], _verifier(config, rewards), problems), remarks
 
 
 def _build_gym(config: ProblemsConfig, generator: str, seed: int, eval_size: int, scorers: GymScorers) -> Task:
@@ -86,17 +81,6 @@ def _build_gym(config: ProblemsConfig, generator: str, seed: int, eval_size: int
     return Task(train, heldout, scorers[limits], listed, curriculum, stages[0].solution)
 
 
-def _reward(config: RewardConfig) -> str | SoftOverlong:
-    if config.max_completion_length is None or config.soft_punish_cache is None:
-        return config.name
-    return SoftOverlong(config.max_completion_length, config.soft_punish_cache)
-
-
-def _verifier(config: ProblemsConfig, rewards: Sequence[tuple[str | SoftOverlong, float]]) -> Verifier:
-    return Verifier(
-        rewards,
-        timeout=config.reward_timeout,
-        call_timeout=config.reward_call_timeout,
-        workers=config.reward_workers,
-        memory_gib=config.reward_memory_gib,
-    )
+def _verifier(config: ProblemsConfig, rewards: Sequence[tuple[Reward, float]]) -> Verifier:
+    seconds = {"timeout": config.reward_timeout, "call_timeout": config.reward_call_timeout}
+    return Verifier(rewards, **seconds, workers=config.reward_workers, memory_gib=config.reward_memory_gib)

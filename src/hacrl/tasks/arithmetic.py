@@ -13,14 +13,14 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from hacrl.errors import UserError
-from hacrl.tasks.problem import Problem, Prompt, Split, text_number
+from hacrl.tasks.problem import Problem, Split, text_number
 
 FOLLOWS_LEAN = 0.9
 """Share of a chain's operators that are the one it leans to."""
-
 MAX_ATTEMPTS = 10_000
 """Draws for one problem before the task gives up: it seems to have no unseen problem left."""
 
@@ -34,12 +34,9 @@ def split_of(prompt: str) -> Split:
 def worked_answer(problem: Problem) -> str:
     """The completion that a perfect model writes: one equation a step, then `#` and the result."""
     first, *steps = re.findall(r"[+-]?\d+", str(problem.prompt))
-    total, equations = int(first), []
-    for step in steps:
-        following = total + int(step)
-        equations.append(f"{total}{step}={following};")
-        total = following
-    return "".join(equations) + f"#{total}"
+    totals = list(accumulate(map(int, steps), initial=int(first)))
+    equations = [f"{total}{step}={then};" for (total, then), step in zip(pairwise(totals), steps, strict=True)]
+    return "".join(equations) + f"#{totals[-1]}"
 
 
 def verify(text: str, answer: str) -> float:
@@ -48,9 +45,7 @@ def verify(text: str, answer: str) -> float:
     return 1.0 if mark and final == answer else 0.0
 
 
-def arithmetic_reward(
-    prompts: Sequence[Prompt], completions: Sequence[str], answer: Sequence[str], **columns: Any
-) -> list[float]:
+def arithmetic_reward(prompts: Any, completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
     """`verify` for a batch, with the signature of every reward function."""
     return [verify(text, expected) for text, expected in zip(completions, answer, strict=True)]
 
@@ -73,10 +68,8 @@ class ArithmeticTask:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_operators <= self.max_operators:
-            raise UserError(
-                f"arithmetic: min_operators ({self.min_operators}) must be at least 1 and at most max_operators "
-                f"({self.max_operators})"
-            )
+            most = f"at most max_operators ({self.max_operators})"
+            raise UserError(f"arithmetic: min_operators ({self.min_operators}) must be at least 1 and {most}")
         if self.max_operand < 1 or self.max_total < 2:
             raise UserError("arithmetic: max_operand must be at least 1 and max_total at least 2")
         if not 0 <= self.minus_share <= 1:
@@ -102,11 +95,9 @@ class ArithmeticTask:
                     problems[problem.id] = problem
                     break
             else:
-                raise UserError(
-                    f"arithmetic: there are no {count} different {split} problems with up to "
-                    f"{self.max_operators} operators, operands up to {self.max_operand} and totals up to "
-                    f"{self.max_total}; allow larger ones"
-                )
+                sizes = f"{self.max_operators} operators, operands up to {self.max_operand}"
+                wanted = f"{count} different {split} problems with up to {sizes} and totals up to {self.max_total}"
+                raise UserError(f"arithmetic: there are no {wanted}; allow larger ones")
         return list(problems.values())
 
     def _draw(self, rng: random.Random) -> Problem:
@@ -125,6 +116,5 @@ class ArithmeticTask:
             total += operand if operator == "+" else -operand
             num_minus += operator == "-"
             prompt += f"{operator}{operand}"
-        prompt += "="
         columns = {"answer": str(total), "num_operators": num_operators, "num_minus": num_minus}
-        return Problem(id=prompt, prompt=prompt, answer=str(total), columns=columns)
+        return Problem(f"{prompt}=", f"{prompt}=", str(total), columns)

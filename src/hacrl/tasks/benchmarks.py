@@ -25,9 +25,7 @@ def reference_of(row: Row) -> str | None:
     LaTeX are removed, because the whole reference is the answer.
     """
     candidates = (row.get("answer"), row.get("final_answer"), last_box(str(row.get("solution") or "")))
-    answer = next((candidate for candidate in candidates if not is_missing(candidate)), None)
-    if answer is None:
-        return None
+    answer = next((candidate for candidate in candidates if not is_missing(candidate)), "")
     if isinstance(answer, list):
         answer = ", ".join(str(part) for part in answer)
     if isinstance(answer, float) and answer.is_integer():
@@ -99,7 +97,7 @@ def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None =
             raise UserError(f"There is no benchmark {known!r}{nearest(known, BENCHMARKS)}")
         if names.count(name) > 1:
             raise UserError(f"The benchmark {name} is named twice.")
-    found = [_load_files(name, data) if data else _load_hub(name) for name in names]
+    found = [_load(name, data) for name in names]
     if limit is None:
         return found
     return [replace(each, problems=each.problems[:limit], without_reference=[]) for each in found]
@@ -109,25 +107,43 @@ def found_in(data: Path) -> list[str]:
     """Names of all benchmarks and splits that have a file in the folder."""
     names = []
     for name, benchmark in BENCHMARKS.items():
-        names += [name] if _matches(name, data) else []
-        others = [split for split in ("test", "train") if split not in ("test", benchmark.split)]
-        names += [f"{name}:{split}" for split in others if _matches(f"{name}:{split}", data)]
+        asked = [name] if benchmark.split == "train" else [name, f"{name}:train"]
+        names += [each for each in asked if _matches(each, data)]
     if not names:
         raise UserError(f"{data} has no file of {', '.join(BENCHMARKS)}. Give --data the folder with their files.")
     return names
 
 
-def _load_files(name: str, data: Path) -> ProblemSet:
-    paths = _matches(name, data)
-    if not paths:
-        raise UserError(_not_found(name, data))
-    subset = BENCHMARKS[name.partition(":")[0]].subset
-    paths = [path for path in paths if path.parent.name == subset] or paths
-    shards = {SHARD.sub("", str(path.with_suffix(""))) for path in paths}
-    if len(shards) > 1:
-        raise UserError(f"Several files fit {name}: {', '.join(map(str, paths))}. Give --data a folder with one.")
-    rows = (row for path in paths for row in read_rows(str(path), "", None))
-    return _problem_set(name, ", ".join(map(str, paths)), rows)
+def _load(name: str, data: Path | None) -> ProblemSet:
+    known, _, split = name.partition(":")
+    benchmark, solved_in = BENCHMARKS[known], BENCHMARKS[known].solved_in
+    rows: Iterable[tuple[str, Row]]
+    if data:
+        paths = _matches(name, data)
+        if not paths:
+            raise UserError(_not_found(name, data))
+        paths = [path for path in paths if path.parent.name == benchmark.subset] or paths
+        source = ", ".join(map(str, paths))
+        if len({SHARD.sub("", str(path.with_suffix(""))) for path in paths}) > 1:
+            raise UserError(f"Several files fit {name}: {source}. Give --data a folder with one.")
+        rows = (row for path in paths for row in read_rows(str(path), "", None))
+    else:
+        source = benchmark.repository
+        try:
+            rows = read_rows(source, split or benchmark.split, benchmark.subset)
+        except UserError as error:
+            raise UserError(f"{name} cannot be read from the hub: give its files with --data DIR. {error}") from error
+    problems, without = [], []
+    for number, (place, row) in enumerate(rows):
+        reference = reference_of(row)
+        if reference is None:
+            without.append(place)
+            continue
+        columns = {**row, "answer": reference} | ({"solution": row.get(solved_in)} if solved_in else {})
+        problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
+    if not problems:
+        raise UserError(f"{source} has no problem with a reference answer for {name}.")
+    return ProblemSet(name, source, problems, without)
 
 
 def _not_found(name: str, data: Path) -> str:
@@ -135,25 +151,14 @@ def _not_found(name: str, data: Path) -> str:
     known, _, split = name.partition(":")
     wanted = split or "test"
     folders = ", ".join(f"{alias}/**/{wanted}.jsonl" for alias in (known, *BENCHMARKS[known].files))
-    message = f"{data} has no file of {name}: looked for {known}.jsonl, {known}_{wanted}.jsonl, {folders}"
-    message += " (or .json, .parquet)."
+    looked_for = f"{known}.jsonl, {known}_{wanted}.jsonl, {folders} (or .json, .parquet)"
+    message = f"{data} has no file of {name}: looked for {looked_for}."
     if not split and (train := _matches(f"{known}:train", data)):
         message += f" There is {train[0]}: to be evaluated on training problems, ask for {known}:train."
-    family = known.rstrip(digits)  # aime24 and aime25, math and math500
-    relatives = [other for other in BENCHMARKS if other != known and other.rstrip(digits) == family]
-    if others := [other for other in relatives if _matches(other, data)]:
+    relatives = [other for other in BENCHMARKS if other.rstrip(digits) == known.rstrip(digits)]  # math and math500
+    if others := [other for other in relatives if other != known and _matches(other, data)]:
         message += f" There are files of {', '.join(others)}."
     return message
-
-
-def _load_hub(name: str) -> ProblemSet:
-    known, _, split = name.partition(":")
-    benchmark = BENCHMARKS[known]
-    try:
-        rows = read_rows(benchmark.repository, split or benchmark.split, benchmark.subset)
-    except UserError as error:
-        raise UserError(f"{name} cannot be read from the hub: give its files with --data DIR. {error}") from error
-    return _problem_set(name, benchmark.repository, rows)
 
 
 def _matches(name: str, data: Path) -> list[Path]:
@@ -163,19 +168,16 @@ def _matches(name: str, data: Path) -> list[Path]:
     known, _, split = name.partition(":")
     benchmark = BENCHMARKS[known]
     aliases = {plain(alias) for alias in (known, *benchmark.files)}
-    splits = [split] if split else list(dict.fromkeys(["test", benchmark.split]))
     here = data.resolve()
-    around = [here.name] if here.name != benchmark.subset else [here.parent.name]
+    around = here.parent.name if here.name == benchmark.subset else here.name
     files = sorted(path for path in data.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    for each in splits:
+    stems = {path: plain(SHARD.sub("", path.stem)) for path in files}
+    inside = {
+        path for path in files if aliases & {plain(part) for part in (around, *path.relative_to(data).parts[:-1])}
+    }
+    for each in [split] if split else ["test", benchmark.split]:
         names = {alias + plain(each) for alias in aliases} | (set() if split else aliases)
-        found = []
-        for path in files:
-            stem = plain(SHARD.sub("", path.stem))
-            folders = [*around, *path.relative_to(data).parts[:-1]]
-            inside = any(plain(folder) in aliases for folder in folders)
-            if stem in names or (inside and stem == plain(each)):
-                found.append(path)
+        found = [path for path in files if stems[path] in names or (path in inside and stems[path] == plain(each))]
         if found:
             return found
     return []
@@ -184,23 +186,6 @@ def _matches(name: str, data: Path) -> list[Path]:
 def plain(name: str) -> str:
     """A name without capitals, hyphens and underscores: `math500` for `MATH-500` and `math_500`."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _problem_set(name: str, source: str, rows: Iterable[tuple[str, Row]]) -> ProblemSet:
-    solved_in = BENCHMARKS[name.partition(":")[0]].solved_in
-    problems, without = [], []
-    for number, (place, row) in enumerate(rows):
-        reference = reference_of(row)
-        if reference is None:
-            without.append(place)
-            continue
-        columns = {**row, "answer": reference}
-        if solved_in:
-            columns["solution"] = row.get(solved_in)
-        problems.append(Problem(f"{name}-{number:05d}", _prompt(row, place), reference, columns))
-    if not problems:
-        raise UserError(f"{source} has no problem with a reference answer for {name}.")
-    return ProblemSet(name, source, problems, without)
 
 
 def _prompt(row: Row, place: str) -> str:

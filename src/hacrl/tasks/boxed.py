@@ -53,10 +53,8 @@ def last_box(text: str) -> str | None:
 
 
 def stated(completion: str) -> str | None:
-    """The answer that a completion marks: the contents of its only box, or the text after #### in the last line.
-
-    Returns None if there are several boxes, because the completion has not chosen one; math-verify judges these.
-    """
+    """The answer that a completion marks: the contents of its only box, or the text after #### in the last line. None
+    if there are several boxes, because the completion has not chosen one; math-verify judges these."""
     spans = boxes(completion)
     if spans or "\\boxed" in completion:
         return completion[slice(*spans[0])] if len(spans) == 1 else None
@@ -93,8 +91,5 @@ def same_text(one: str, other: str) -> bool:
 
 
 def _plain(answer: str) -> str:
-    return (
-        LAYOUT.sub("", GAP.sub(lambda found: found[1] or "~", tidy(answer)))
-        .replace("\\dfrac", "\\frac")
-        .replace("\\tfrac", "\\frac")
-    )
+    spaced = GAP.sub(lambda found: found[1] or "~", tidy(answer))
+    return LAYOUT.sub("", spaced).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

@@ -7,9 +7,11 @@ or `question`; the answer is `answer`, else `solution`, `ground_truth` or verl's
 import codecs
 import difflib
 import importlib
+import json
 import math
 import random
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from hacrl.config.strict_yaml import MAX_DEPTH, line_and_column
 from hacrl.errors import UserError
-from hacrl.tasks.json_text import parse_json
 from hacrl.tasks.problem import Problem, Prompt
 
 Row = dict[str, Any]
@@ -30,6 +32,8 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "reward_model.ground_tru
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
+TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*(:?)|[\[{]|[\]}]', re.DOTALL)
+"""Matches the tokens that matter for keys and nesting: strings, with a colon if they are keys, and brackets."""
 
 
 def load_problems(source: str, *, split: str, subset: str | None, name: str, key: str = "") -> list[Problem]:
@@ -38,19 +42,16 @@ def load_problems(source: str, *, split: str, subset: str | None, name: str, key
     `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
     hub ("org/name"). `split` and `subset` apply to the latter two; a file is always one split.
     """
-    problems: list[Problem] = []
-    seen: set[str] = set()
+    problems: dict[str, Problem] = {}
     for number, (place, row) in enumerate(read_rows(source, split, subset, key)):
-        own_id = row.get("id")
-        problem_id = f"{name}-{number:06d}" if own_id is None else f"{name}-{own_id}"
-        while problem_id in seen:
+        problem_id = f"{name}-{number:06d}" if row.get("id") is None else f"{name}-{row['id']}"
+        while problem_id in problems:
             problem_id += f"-{number:06d}"
-        seen.add(problem_id)
         answer = _answer(row, place)
-        problems.append(Problem(problem_id, _prompt(row, place), answer, {**row, "answer": answer}))
+        problems[problem_id] = Problem(problem_id, _prompt(row, place), answer, {**row, "answer": answer})
     if not problems:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and an answer.")
-    return problems
+    return list(problems.values())
 
 
 @dataclass(frozen=True)
@@ -87,21 +88,16 @@ class Epochs(Generic[Item]):
     """
 
     def __init__(self, items: Sequence[Item], seed: int | str) -> None:
-        self._items = items
-        self._seed = seed
+        self._items, self._seed = items, seed
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def take(self, position: int, count: int) -> list[Item]:
-        """The `count` items from `position` on, all different.
-
-        If they reach into the next epoch, items of that epoch that were already taken are left for the step after.
-        """
+        """The `count` items from `position` on, all different. If they reach into the next epoch, items of that epoch
+        that were already taken are left for the step after."""
         size = len(self._items)
         if count > size:
-            raise UserError(
-                f"The data set has {size} problems, fewer than the {count} of one step: "
-                f"set prompts_per_step to {size} or less, or add data."
-            )
+            advice = f"set prompts_per_step to {size} or less, or add data"
+            raise UserError(f"The data set has {size} problems, fewer than the {count} of one step: {advice}.")
         first = position
         while first >= size > count > first % size > 0:  # the previous step reached into this epoch
             first -= count
@@ -137,26 +133,22 @@ def is_on_hub(source: str) -> bool:
 def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
     """Read the rows of a data set, each with its place for error messages."""
     path = Path(source).expanduser()
+    if path.is_file() and path.suffix in (".jsonl", ".json"):
+        return _read_json(path)
     if path.is_dir():
-        return _rows(source, _read_saved(path, split))
-    if path.is_file():
-        match path.suffix:
-            case ".jsonl" | ".json":
-                return _read_json(path)
-            case ".parquet":
-                return _rows(source, _read_parquet(path))
-            case _:
-                raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
-    if is_on_hub(source):
-        return _rows(source, _read_hub(source, split, subset))
-    siblings = {sibling.stem: sibling for sibling in path.parent.iterdir()} if path.parent.is_dir() else {}
-    close = difflib.get_close_matches(path.stem, siblings, n=1)
-    hint = f"did you mean {siblings[close[0]]}?" if close else "give a file, or org/name for the hub."
-    wanted = f"{source} for {key}" if key else source
-    raise UserError(f"There is no data set {wanted} (looked for {path.absolute()}): {hint}")
-
-
-def _rows(source: str, rows: list[Row]) -> Iterable[tuple[str, Row]]:
+        rows = _read_saved(path, split)
+    elif path.is_file():
+        if path.suffix != ".parquet":
+            raise UserError(f"{source} is not a data set: expected a .jsonl, .json or .parquet file.")
+        rows = _read_parquet(path)
+    elif is_on_hub(source):
+        rows = _read_hub(source, split, subset)
+    else:
+        siblings = {sibling.stem: sibling for sibling in path.parent.iterdir()} if path.parent.is_dir() else {}
+        close = difflib.get_close_matches(path.stem, siblings, n=1)
+        hint = f"did you mean {siblings[close[0]]}?" if close else "give a file, or org/name for the hub."
+        wanted = f"{source} for {key}" if key else source
+        raise UserError(f"There is no data set {wanted} (looked for {path.absolute()}): {hint}")
     return ((f"{source}, row {number}", row) for number, row in enumerate(rows))
 
 
@@ -188,13 +180,10 @@ def _read_saved(path: Path, split: str) -> list[Row]:
     splits = path / "dataset_dict.json"
     if not splits.is_file() and not (path / "dataset_info.json").is_file():
         raise UserError(f"{path} is a folder that datasets' save_to_disk did not make: name one of the files in it.")
-    datasets = _import("datasets", needed_for=path)
-    saved = datasets.load_from_disk(path)
-    if not splits.is_file():
-        return list(saved.to_list())
-    if split not in saved:
+    saved = _import("datasets", needed_for=path).load_from_disk(path)
+    if splits.is_file() and split not in saved:
         raise UserError(f"{path} has no split {split!r}: it has {', '.join(saved)}.")
-    return list(saved[split].to_list())
+    return list((saved[split] if splits.is_file() else saved).to_list())
 
 
 def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
@@ -203,9 +192,8 @@ def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
         return list(datasets.load_dataset(source, subset, split=split).to_list())
     except (OSError, ValueError) as error:
         chosen = f"split {split!r}" + (f" and subset {subset!r}" if subset else "")
-        raise UserError(
-            f"There is no file {source}, and the hub's data set of that name cannot be loaded with {chosen}: {error}"
-        ) from error
+        on_hub = f"the hub's data set of that name cannot be loaded with {chosen}"
+        raise UserError(f"There is no file {source}, and {on_hub}: {error}") from error
 
 
 def _import(module: str, needed_for: object) -> ModuleType:
@@ -222,10 +210,9 @@ def _prompt(row: Row, place: str) -> Prompt:
     prompt = row[column]
     if isinstance(prompt, str):
         return valid_text(prompt, place)
-    if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
-        raise UserError(
-            f"{place}: {column} is neither text nor a list of chat messages, each with text as role and content."
-        )
+    if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
+        expected = "a list of chat messages, each with text as role and content"
+        raise UserError(f"{place}: {column} is neither text nor {expected}.")
     return [{"role": message["role"], "content": valid_text(message["content"], place)} for message in prompt]
 
 
@@ -266,17 +253,13 @@ def _is_message(message: object) -> bool:
 
 
 def _answer(row: Row, place: str) -> str:
-    candidates = (_final(value) for value in _answers(row, place))
-    answer = next((answer for answer in candidates if not is_missing(answer)), None)
-    match answer:
-        case None:
-            raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
-        case str():
-            return answer
-        case float() if answer.is_integer():
-            return str(int(answer))
-        case int() | float() | Decimal():
-            return str(answer)
+    answer = next((answer for answer in _answers(row, place) if not is_missing(answer)), None)
+    if answer is None:
+        raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    if isinstance(answer, str | int | float | Decimal):
+        return str(answer)
     raise UserError(
         f"{place}: the answer is a {type(answer).__name__}, expected text or a number. Every column reaches the "
         "reward functions: keep the structure in a column of another name, and put a text in answer."
@@ -284,35 +267,27 @@ def _answer(row: Row, place: str) -> str:
 
 
 def _answers(row: Row, place: str) -> Iterator[object]:
-    """The values of ANSWER_COLUMNS, in order. verl's nested column may be a JSON text."""
-    yield from (row.get(column) for column in ANSWER_COLUMNS[:-1])
-    nested = row.get("reward_model")
-    if isinstance(nested, str):
-        nested = parse_json(nested.encode(), f"{place}, reward_model")
-    yield nested.get("ground_truth") if isinstance(nested, dict) else None
-
-
-def _final(answer: object) -> object:
-    """The part after #### of a worked solution that ends in "#### 72", as in GSM8K; other values are unchanged."""
-    return answer.rpartition("####")[2].strip() if isinstance(answer, str) else answer
+    """The values of ANSWER_COLUMNS, in order. Of a worked solution that ends in "#### 72", as in GSM8K, the 72."""
+    for column in ANSWER_COLUMNS:
+        outer, _, inner = column.partition(".")
+        value = row.get(outer)
+        if inner and isinstance(value, str):  # verl's nested column may be a JSON text
+            value = parse_json(value.encode(), f"{place}, {outer}")
+        if inner:
+            value = value.get(inner) if isinstance(value, dict) else None
+        yield value.rpartition("####")[2].strip() if isinstance(value, str) else value
 
 
 def is_missing(value: object) -> bool:
-    match value:
-        case None | []:
-            return True
-        case str():
-            return not value.strip()
-        case float():
-            return math.isnan(value)
-    return False
+    """Whether a value is null, NaN, an empty list or a blank text."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return not value.strip() if isinstance(value, str) else value is None or value == []
 
 
 def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
-    return (
-        f"{place} has no {what}: it has the columns {', '.join(row) or '(none)'}. "
-        f"Put the {what} in one of {', '.join(understood)}, or remove the row."
-    )
+    advice = f"Put the {what} in one of {', '.join(understood)}, or remove the row."
+    return f"{place} has no {what}: it has the columns {', '.join(row) or '(none)'}. {advice}"
 
 
 def _question(prompt: Prompt) -> str:
@@ -320,3 +295,67 @@ def _question(prompt: Prompt) -> str:
     if not isinstance(prompt, str):
         prompt = "\n".join(message["content"] for message in prompt if message["role"] == "user")
     return " ".join(prompt.split())
+
+
+class _Twice(ValueError):
+    """Raised if an object has the same key twice."""
+
+
+def parse_json(content: bytes, place: str) -> Any:
+    """Parse a JSON text; a UserError names the place, the column and, if there are several lines, the line."""
+    try:
+        value = json.loads(content, object_pairs_hook=_unique)
+        # A text with few brackets cannot nest deeply, even if some of them are inside strings.
+        if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+            raise RecursionError
+        return value
+    except (RecursionError, _Twice):
+        text = content.decode(json.detect_encoding(content), "replace")
+        position, fault = _first_fault(text)
+        raise UserError(f"{place}, {_place(text[:position], text)}: {fault}. Fix or delete it.") from None
+    except json.JSONDecodeError as error:
+        where, fault = _place(error.doc[: error.pos], error.doc), error.msg
+    except UnicodeDecodeError as error:
+        text = content.decode(error.encoding, "replace")
+        before = content[: error.start].decode(error.encoding, "replace")
+        where, fault = _place(before, text), f"not text in {error.encoding} ({error.reason})"
+    except ValueError:  # Python reads integers of up to 4,300 digits
+        where, fault = "", "a number has too many digits"
+    raise UserError(f"{place} is not valid JSON: {f'{where}: ' if where else ''}{fault}. Fix or delete it.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Twice
+    return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
+
+
+def _first_fault(text: str) -> tuple[int, str]:
+    """The first position where a key is repeated or the nesting is too deep, and a message saying which."""
+    keys: list[set[str]] = []
+    for token in TOKEN.finditer(text):
+        if token[0] in "[{":
+            keys.append(set())
+            if len(keys) > MAX_DEPTH:
+                return token.start(), f"nested deeper than {MAX_DEPTH} levels"
+        elif token[0] in "]}":
+            keys.pop()
+        elif token[2]:
+            key = json.loads(token[1])
+            if key in keys[-1]:
+                return token.start(), f"the key {reprlib.repr(key)} is there twice"
+            keys[-1].add(key)
+    raise AssertionError("a text without a fault was refused")
+
+
+def _place(before: str, text: str) -> str:
+    line, column = line_and_column(before)
+    return f"line {line}, column {column}" if "\n" in text.rstrip() else f"column {column}"

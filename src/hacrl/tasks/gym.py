@@ -35,7 +35,6 @@ RETRY = CHUNK * 10**7
 """How far ahead in the stream to look if the problem at a position belongs to another split or is taken."""
 MAX_ATTEMPTS = 200
 """Draws for one problem before the task gives up: the generator seems to have no unseen problem left."""
-UNUSABLE = {"composite": "write a mixture of tasks instead (task.mixture)"}
 HASH_SEEDED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Generators that iterate over sets of strings, whose order differs between processes. For word_ladder only the
 reference answers, which a warm-up learns from, depend on the order."""
@@ -64,6 +63,7 @@ class GymTask:
         """`form` says where a completion has its answer; `instruction` asks for it, None uses a built-in sentence."""
         self.generator, self.options, self.seed, self.form = generator, options or {}, seed, form
         self.instruction = INSTRUCTIONS[form] if instruction is None else instruction
+        self._columns = {"generator": generator, "options": self.options, "form": form}
         self._check()
         self._data = lru_cache(maxsize=16)(self._open)
 
@@ -71,13 +71,12 @@ class GymTask:
         try:
             from reasoning_gym.factory import DATASETS
         except ModuleNotFoundError as error:
-            raise UserError(
-                f"The task gym:{self.generator} needs {error.name}: run pip install 'hacrl[gym]'."
-            ) from None
+            needed = f"The task gym:{self.generator} needs {error.name}"
+            raise UserError(f"{needed}: run pip install 'hacrl[gym]'.") from None
         if self.generator not in DATASETS:
             raise UserError(f"reasoning-gym has no {self.generator!r}{nearest(self.generator, DATASETS)}")
-        if self.generator in UNUSABLE:
-            raise UserError(f"gym:{self.generator} cannot be used: {UNUSABLE[self.generator]}.")
+        if self.generator == "composite":
+            raise UserError("gym:composite cannot be used: write a mixture of tasks instead (task.mixture).")
         if self.generator in HASH_SEEDED and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             raise UserError(
                 f"The problems of gym:{self.generator} depend on Python's hash seed, which is another one in every "
@@ -134,13 +133,7 @@ class GymTask:
         question, answer = str(entry["question"]), entry["answer"]
         if split_of(question) != split:
             return None
-        columns = {
-            "answer": answer,
-            "entry": entry,
-            "generator": self.generator,
-            "options": self.options,
-            "form": self.form,
-        }
+        columns = {"answer": answer, "entry": entry, **self._columns}
         prompt = f"{question}\n{self.instruction}" if self.instruction else question
         name = f"{self.generator}-{text_number(question, 8):016x}"
         return Problem(name, prompt, "" if answer is None else str(answer), columns)
@@ -163,10 +156,8 @@ class GymTask:
         try:
             yield
         except Exception as error:
-            reason = str(error) or type(error).__name__
-            raise UserError(
-                f"gym:{self.generator} makes no problems with the options {self.options}: {reason}."
-            ) from error
+            failed = f"gym:{self.generator} makes no problems with the options {self.options}"
+            raise UserError(f"{failed}: {str(error) or type(error).__name__}.") from error
         finally:
             if states:
                 random.setstate(states[0])

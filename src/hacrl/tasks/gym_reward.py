@@ -16,21 +16,13 @@ from reasoning_gym.utils import extract_answer
 
 
 def gym(
-    completions: list[str],
-    entry: list[dict[str, Any]],
-    generator: list[str],
-    options: list[dict[str, Any]],
-    form: list[str],
-    **columns: Any,
+    completions: list[str], entry: list[Any], generator: list[str], options: list[Any], form: list[str], **columns: Any
 ) -> list[float | None]:
     """Score the answer in each completion with the generator's scorer."""
-    rows = zip(completions, entry, generator, options, form, strict=True)
-    return [_score(*row) for row in rows]
-
-
-def _score(completion: str, entry: dict[str, Any], generator: str, options: dict[str, Any], form: str) -> float:
-    dataset = _dataset(generator, json.dumps(options))
-    return float(dataset.score_answer(read_answer(completion, form), entry))
+    datasets = [_dataset(name, json.dumps(own)) for name, own in zip(generator, options, strict=True)]
+    answers = map(read_answer, completions, form)
+    rows = zip(datasets, answers, entry, strict=True)
+    return [float(dataset.score_answer(answer, own)) for dataset, answer, own in rows]
 
 
 def read_answer(completion: str, form: str) -> str | None:

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 Prompt = str | list[dict[str, str]]
 """A plain string, or chat messages."""
-
-
 Split = Literal["train", "validation", "test"]
 
 

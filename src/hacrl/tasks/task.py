@@ -1,18 +1,44 @@
 """A task: an endless stream of problems by position, held-out problems, and a verifier for answers."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from hacrl.config.task import CurriculumConfig
 from hacrl.errors import UserError
-from hacrl.tasks.curriculum import Curriculum
 from hacrl.tasks.problem import Problem
-from hacrl.tasks.verify import Verdict, Verifier
+from hacrl.tasks.verify import Lengths, Verdict, Verifier
 
 LOOKAHEAD = 10_000
 """Number of positions of a mixture searched for the step that takes the most problems from one part."""
+
+
+class Curriculum:
+    """The current stage of a task, from easy to hard. The next begins when the mean reward of `window` steps reaches
+    the threshold."""
+
+    def __init__(self, config: CurriculumConfig) -> None:
+        self.config, self.stage = config, 0
+        self._recent: deque[float] = deque(maxlen=config.window)
+        """Mean rewards of the last steps in this stage."""
+
+    def observe(self, reward: float) -> None:
+        """Record the mean reward of a step over all agents, and go to the next stage if it is time."""
+        self._recent.append(reward)
+        full, is_last = len(self._recent) == self.config.window, self.stage + 1 == len(self.config.stages)
+        if full and not is_last and sum(self._recent) / len(self._recent) >= self.config.threshold:
+            self.stage += 1
+            self._recent.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self.stage, "recent": list(self._recent)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stage = state["stage"]
+        self._recent = deque(state["recent"], maxlen=self.config.window)
 
 
 @dataclass(eq=False)
@@ -22,17 +48,15 @@ class Task:
     train: Callable[[int, int], list[Problem]]
     """A function (position, count) that returns `count` training problems from `position` on, all different."""
     eval_problems: list[Problem]
-    verifier: AbstractContextManager[Any]
-    """The verifier; it ends its processes on exit."""
+    verifier: ExitStack
+    """The verifier, or those of a mixture's parts; ends their processes on exit."""
     listed: Sequence[Problem] = ()
     """Training problems that are known beforehand: all of a data set; empty if problems are generated."""
     curriculum: Curriculum | None = None
     write_solution: Callable[[Problem], str] | None = None
 
-    def score(
-        self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
-    ) -> list[Verdict]:
-        """Verify the texts; returns a verdict on each. Without `num_tokens` there is no length penalty."""
+    def score(self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Lengths = None) -> list[Verdict]:
+        """Verify the texts; returns a verdict on each."""
         names = {name for problem in problems for name in problem.columns}
         columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
         assert isinstance(self.verifier, Verifier)
@@ -43,8 +67,6 @@ class Task:
         if self.write_solution is None:
             raise UserError("A task from data has no completions to learn from: give files with prompt and completion.")
         return self.write_solution(problem)
-
-    # --- curriculum --------------------------------------------------------------------------------
 
     def observe(self, rewards: Sequence[tuple[Problem, float]]) -> None:
         """Tell the curriculum the rewards of one step: a pair (problem, reward) for each answer of each agent."""
@@ -107,11 +129,9 @@ class Mixture(Task):
         if count > self._checked:
             self._check(count)
         order, before = self._order.parts(position, count), self._order.before(position)
-        drawn = []
-        for k, (label, part) in enumerate(self.parts.items()):
-            problems = part.train(before[k], order.count(k)) if k in order else []
-            drawn.append(iter([_of_part(problem, label) for problem in problems]))
-        return [next(drawn[k]) for k in order]
+        parts = list(self.parts.items())
+        drawn = {k: iter(parts[k][1].train(before[k], order.count(k))) for k in sorted(set(order))}
+        return [_of_part(next(drawn[k]), parts[k][0]) for k in order]
 
     def _check(self, count: int) -> None:
         """Raise UserError if a part has too few problems for this step or a later one of the same size."""
@@ -124,9 +144,7 @@ class Mixture(Task):
                 )
         self._checked = count
 
-    def score(
-        self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Sequence[int] | None = None
-    ) -> list[Verdict]:
+    def score(self, problems: Sequence[Problem], texts: Sequence[str], num_tokens: Lengths = None) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         for label, part in self.parts.items():
             rows = [row for row, problem in enumerate(problems) if problem.part == label]
@@ -143,9 +161,7 @@ class Mixture(Task):
             part.observe([(problem, reward) for problem, reward in rewards if problem.part == label])
 
     def metrics(self) -> dict[str, int]:
-        return {
-            f"{name}/{label}": value for label, part in self.parts.items() for name, value in part.metrics().items()
-        }
+        return {f"{name}/{label}": n for label, part in self.parts.items() for name, n in part.metrics().items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {label: part.state_dict() for label, part in self.parts.items()}

@@ -13,9 +13,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from hacrl.errors import UserError
 from hacrl.tasks import child
@@ -25,7 +26,9 @@ from hacrl.tasks.worker import Reply, Worker
 
 Completion = str | list[dict[str, str]]
 """A completion as in TRL: a text if the prompt is a text, one assistant message if it is chat messages."""
-Result = TypeVar("Result")
+Lengths = Sequence[int] | None
+"""How many tokens each completion has; None: there is no length penalty."""
+Reward: TypeAlias = "str | RewardFunction | SoftOverlong"
 
 MEMORY_GIB = 4.0
 """GiB of memory that the process of a reward function may use, including the processes that it starts."""
@@ -52,20 +55,16 @@ class Verdict:
 
 def exact(completions: list[Completion], answer: list[str], **columns: Any) -> list[float | None]:
     """1.0 if the completion, or its last line, equals the answer apart from white space, else 0.0."""
-    return [_exact(_text_of(completion), gold) for completion, gold in zip(completions, answer, strict=True)]
-
-
-def _exact(text: str, gold: str) -> float:
-    last_line = text.rstrip().rpartition("\n")[2]
-    return float(gold.split() in (text.split(), last_line.split()))
+    words = [(text.split(), text.rstrip().rpartition("\n")[2].split()) for text in map(_text_of, completions)]
+    return [float(gold.split() in whole_or_last_line) for whole_or_last_line, gold in zip(words, answer, strict=True)]
 
 
 def _text_of(completion: Completion) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-class Verifier:
-    """Scores completions with a weighted sum of reward functions.
+class Verifier(ExitStack):
+    """Scores completions with a weighted sum of reward functions; on exit, ends their processes.
 
     Each function is "exact", "math", GYM, a `SoftOverlong`, a user's "module:function" or "path/to/file.py:function",
     or a Python callable. `math` and GYM run in `workers` processes; `timeout` limits their seconds for one completion.
@@ -75,36 +74,33 @@ class Verifier:
 
     def __init__(
         self,
-        rewards: Sequence[tuple["str | RewardFunction | SoftOverlong", float]],
+        rewards: Sequence[tuple[Reward, float]],
         *,
         timeout: float = 10.0,
         call_timeout: float = 120.0,
         workers: int = 2,
         memory_gib: float | None = MEMORY_GIB,
     ) -> None:
+        super().__init__()
         names = [_name(reward) for reward, _ in rewards]
         if not names or len(set(names)) < len(names):
             raise UserError(f"Expected reward functions with names of their own, got {', '.join(names) or 'none'}.")
         self._weights = {name: weight for name, (_, weight) in zip(names, rewards, strict=True)}
         self._scorers: dict[str, Scorer] = {}
-        try:
+        with ExitStack() as started:  # ends the processes of the others if a function cannot be loaded
             for name, (reward, _) in zip(names, rewards, strict=True):
                 self._scorers[name] = _scorer(reward, timeout, call_timeout, workers, memory_gib)
-        except BaseException:
-            self.close()
-            raise
+                started.callback(self._scorers[name].close)
+            self.push(started.pop_all())
 
     def score(
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[str],
         columns: dict[str, list[Any]],
-        num_tokens: Sequence[int] | None = None,
+        num_tokens: Lengths = None,
     ) -> list[Verdict]:
-        """Score completions; returns one verdict for each. Each of the data's `columns` has a value per completion.
-
-        Without `num_tokens` there is no length penalty.
-        """
+        """Return a verdict on each completion. Each of the data's `columns` has a value per completion."""
         wrapped: list[Completion] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)
@@ -130,29 +126,17 @@ class Verifier:
         judged = any(values[name] is not None for name in values if not isinstance(self._scorers[name], SoftOverlong))
         total = sum(weighted) if judged else None
         if total is not None and not abs(total) <= child.LARGEST:
-            raise UserError(
-                f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}, "
-                f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}: lower the weights in task.reward."
-            )
+            summed = f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}"
+            expected = f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}"
+            raise UserError(f"{summed}, {expected}: lower the weights in task.reward.")
         return Verdict(total, parts=values)
-
-    def close(self) -> None:
-        """End the processes of all functions."""
-        for scorer in self._scorers.values():
-            scorer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class Scorer(ABC):
     """Runs one reward function, in this process or in others."""
 
     @abstractmethod
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         """A verdict for each of `arguments["completions"]`, which have `num_tokens` tokens."""
 
     def close(self) -> None:
@@ -166,7 +150,7 @@ class SoftOverlong(Scorer):
     max_completion_length: int
     soft_punish_cache: int
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         if num_tokens is None:
             return [Verdict(None)] * len(arguments["completions"])
         return [Verdict(self.penalty(length)) for length in num_tokens]
@@ -184,15 +168,15 @@ class InProcess(Scorer):
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
-        self._attempt(lambda: child.usable(function))
+        self._attempt(child.usable, function)
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         own = copy.deepcopy(arguments)  # the function may change them
-        return [Verdict(value) for value in self._attempt(lambda: child.call(self._function, own))]
+        return [Verdict(value) for value in self._attempt(child.call, self._function, own)]
 
-    def _attempt(self, action: Callable[[], Result]) -> Result:
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return action()
+            return action(*arguments)
         except Exception as error:
             raise _broken(_name(self._function), child.explain(error)) from error
 
@@ -210,7 +194,7 @@ class InOneChild(Scorer):
         if loading.outcome != "returned":
             raise _broken(spec, loading.detail)
 
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         reply = self._worker.call(arguments, self._call_timeout)
         if reply.outcome in ("raised", "memory", "unloadable"):
             raise _broken(self._spec, reply.detail)
@@ -220,22 +204,39 @@ class InOneChild(Scorer):
         self._worker.close()
 
 
-class Pool:
-    """Child processes that run a built-in reward function, which needs an optional package."""
+class Pool(Scorer):
+    """Child processes that run a built-in function of `math_reward.py` or `gym_reward.py`.
 
-    def __init__(
-        self, kind: str, function: str, package: str, timeout: float, workers: int, memory_gib: float | None
-    ) -> None:
-        """`kind` is the pip extra that installs the package; `kind`_reward.py in this folder has the function."""
+    `score` judges a batch a call, within the time limit of a single completion. If the call fails, each completion of
+    the batch gets its own call. So the verdicts equal those of single calls, with far fewer calls.
+    """
+
+    def __init__(self, function: str, timeout: float, workers: int, memory_gib: float | None = MEMORY_GIB) -> None:
+        kind, package = ("gym", "reasoning-gym") if function == "gym" else ("math", "math-verify")
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
-        self._kind, self._timeout, self.size, self.closed = kind, timeout, workers, False
+        self._kind, self._timeout, self._closed = kind, timeout, False
+        self._columns = ("entry", "generator", "options", "form") if kind == "gym" else ("answer",)
         source = Path(__file__).with_name(f"{kind}_reward.py")
         self._workers = [Worker(f"{source}:{function}", sys.path, memory_gib) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix=kind)
+
+    def score(self, arguments: dict[str, Any], num_tokens: Lengths = None) -> list[Verdict]:
+        texts = [_text_of(completion) for completion in arguments["completions"]]
+        rows = list(zip(texts, *(arguments[column] for column in self._columns), strict=True))
+        size = min(BATCH, math.ceil(len(rows) / len(self._workers)))
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return [verdict for verdicts in self.threads.map(self._score_batch, batches) for verdict in verdicts]
+
+    def _score_batch(self, rows: list[tuple[Any, ...]]) -> list[Verdict]:
+        columns = zip(("completions", *self._columns), map(list, zip(*rows, strict=True)), strict=True)
+        reply = self.call(dict(columns))
+        if reply.outcome == "returned" or len(rows) == 1 or self._closed:
+            return _verdicts(reply, len(rows))
+        return [verdict for row in rows for verdict in self._score_batch([row])]
 
     def call(self, arguments: dict[str, Any]) -> Reply:
         """Call the function in an idle process; waits for one if all are busy."""
@@ -249,73 +250,26 @@ class Pool:
         return reply
 
     def close(self) -> None:
-        self.closed = True
+        self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
 
 
-class MathPool(Pool):
-    """Child processes that run a function of math_reward.py."""
-
-    def __init__(self, function: str, timeout: float, workers: int, memory_gib: float | None = MEMORY_GIB) -> None:
-        super().__init__("math", function, "math-verify", timeout, workers, memory_gib)
-
-
-class InManyChildren(Scorer):
-    """Calls `math` or GYM in several child processes at a time.
-
-    A call judges a batch within the time limit of a single completion. If it fails, each completion of the batch gets
-    its own call. So the verdicts equal those of single calls, with far fewer calls.
-    """
-
-    def __init__(self, pool: Pool, columns: Sequence[str]) -> None:
-        """The pool's function receives these columns in addition to the completions."""
-        self._pool, self._columns = pool, columns
-
-    def score(self, arguments: dict[str, Any], num_tokens: Sequence[int] | None) -> list[Verdict]:
-        texts = [_text_of(completion) for completion in arguments["completions"]]
-        rows = list(zip(texts, *(arguments[column] for column in self._columns), strict=True))
-        size = min(BATCH, math.ceil(len(rows) / self._pool.size))
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return [verdict for verdicts in self._pool.threads.map(self._score_batch, batches) for verdict in verdicts]
-
-    def _score_batch(self, rows: list[tuple[Any, ...]]) -> list[Verdict]:
-        columns = zip(("completions", *self._columns), map(list, zip(*rows, strict=True)), strict=True)
-        reply = self._pool.call(dict(columns))
-        if reply.outcome == "returned" or len(rows) == 1 or self._pool.closed:
-            return _verdicts(reply, len(rows))
-        return [verdict for row in rows for verdict in self._score_batch([row])]
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-def _scorer(
-    reward: str | RewardFunction | SoftOverlong,
-    timeout: float,
-    call_timeout: float,
-    workers: int,
-    memory_gib: float | None,
-) -> Scorer:
+def _scorer(reward: Reward, timeout: float, call_timeout: float, workers: int, memory_gib: float | None) -> Scorer:
     if isinstance(reward, SoftOverlong):
         return reward
     if reward == "exact" or not isinstance(reward, str):
         return InProcess(exact if isinstance(reward, str) else reward)
-    if reward == "math":
-        return InManyChildren(MathPool("math", timeout, workers, memory_gib), ["answer"])
-    if reward == GYM:
-        pool = Pool("gym", "gym", "reasoning-gym", timeout, workers, memory_gib)
-        return InManyChildren(pool, ["entry", "generator", "options", "form"])
+    if reward in ("math", GYM):
+        return Pool("gym" if reward == GYM else "math", timeout, workers, memory_gib)
     if not all(reward.rpartition(":")):
-        raise UserError(
-            f"There is no reward {reward!r}: exact and math are built in, "
-            "and a function of yours is written module:function or path/to/file.py:function."
-        )
+        yours = "a function of yours is written module:function or path/to/file.py:function"
+        raise UserError(f"There is no reward {reward!r}: exact and math are built in, and {yours}.")
     return InOneChild(reward, call_timeout, memory_gib)
 
 
-def _name(reward: str | RewardFunction | SoftOverlong) -> str:
+def _name(reward: Reward) -> str:
     """The name of a reward in metrics: the function's own name, as in TRL."""
     if isinstance(reward, SoftOverlong):
         return "soft_overlong"
