@@ -46,7 +46,7 @@ class PartnerTrainer(GRPOTrainer):
         super().__init__(self.learner.model, rollout_func=self.answers_of_both, processing_class=tokenizer, **options)
 
     def answers_of_both(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """TRL's `rollout_func`. TRL repeats each prompt; here the first half is the learner's, the second the partner's.
+        """TRL's `rollout_func`. TRL repeats each prompt; here half a group is the learner's, half the partner's.
 
         `logprobs` are what the source of a rollout recorded, in its own tokens.
         """
