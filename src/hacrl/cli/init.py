@@ -25,12 +25,13 @@ def init(
     """Write a config to start from, for your models and data or from a config of TRL."""
     from hacrl.config import RunConfig
     from hacrl.config.starting import COMMENTS, commented_yaml, starting_settings, write_new
+    from hacrl.tasks.dataset import count_rows
 
     head = [f"Check it: hacrl train {output} --dry-run. All settings: docs/config.md."]
     if from_trl is not None:
         text = translated(from_trl, models or [], data, reward, head)
     elif models and data:
-        settings = starting_settings(models, data, reward, f"runs/{output.stem}")
+        settings = starting_settings(models, data, reward, f"runs/{output.stem}", count_rows(data))
         RunConfig.from_dict(settings, "These arguments")
         text = commented_yaml(settings, COMMENTS, head)
     else:
@@ -47,20 +48,17 @@ def translated(source: Path, models: list[str], data: str | None, reward: str | 
     from hacrl.config.starting import commented_yaml
     from hacrl.tasks.dataset import count_rows
 
+    if not source.is_file():
+        raise UserError(f"There is no file {source}. --from-trl takes the YAML of `trl grpo --config`.")
     given, where = read_source(source)
+    if "agents" in given:
+        raise UserError(f"{source} is a config of hacrl already: use `hacrl train {source}`.")
     train = data or given.get("dataset_name")
-    found = translate(given, models, data, count_rows(train) if isinstance(train, str) else None)
-    if reward is not None:
-        found.settings["task"]["reward"] = reward
+    found = translate(given, models, data, reward, count_rows(train) if isinstance(train, str) else None)
     RunConfig.from_dict(found.settings, f"{where}, translated")
-    for title, keys in (
-        ("", found.taken),
-        ("not taken over: ", found.left_out),
-        ("unknown to TRL 1.16: ", found.unknown),
-    ):
-        for key, text in keys.items():
-            say(f"{title}{key}{'' if text.startswith(';') else ' -> ' if keys is found.taken else ': '}{text}")
+    lines = [f"{key} -> {ours}" for key, ours in found.taken.items()]
     notes = [f"{key}: {why}" for key, why in found.left_out.items()]
-    unknown = [f"{key}: unknown to TRL 1.16" for key in found.unknown]
+    unknown = [f"{key}: TRL 1.16 does not know this key{hint}" for key, hint in found.unknown.items()]
+    say("\n".join([*lines, *(f"not taken over: {note}" for note in [*notes, *unknown])]))
     tail = ["", "Not taken over:", *notes, *unknown] if notes or unknown else []
     return commented_yaml(found.settings, found.origin, [*head, f"Translated from {source.name}."], tail)

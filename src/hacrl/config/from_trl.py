@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hacrl.config.run import TRACKERS
+from hacrl.config.run import TRACKERS, RunConfig
 from hacrl.config.starting import agents_of
+from hacrl.config.strict import MOST
 from hacrl.config.task import is_data_set
 from hacrl.config.trl_keys import DEFAULTS, REASONS, RENAMED, SAME, TRL_KEYS
 from hacrl.errors import UserError, nearest
@@ -47,7 +48,7 @@ def one_of(values: Mapping[Any, Any], otherwise: str) -> Callable[[Any], Any]:
     """A converter that looks a value up."""
 
     def convert(value: Any) -> Any:
-        if value not in values:
+        if not isinstance(value, str | bool) or value not in values:
             raise NotTaken(f"{value} is not offered: {otherwise}")
         return values[value]
 
@@ -55,10 +56,10 @@ def one_of(values: Mapping[Any, Any], otherwise: str) -> Callable[[Any], Any]:
 
 
 def trackers(value: Any) -> list[str]:
-    names = [value] if isinstance(value, str) else value
+    names = value if isinstance(value, list) else [value]
     if names == ["none"]:
         return []
-    unknown = [name for name in names if name not in TRACKERS]
+    unknown = [str(name) for name in names if name not in TRACKERS]
     if unknown:
         raise NotTaken(f"{', '.join(unknown)}: choose from {', '.join(TRACKERS)}")
     return list(names)
@@ -115,31 +116,59 @@ class Translation:
 
 
 def translate(
-    given: Mapping[str, Any], models: Sequence[str] = (), data: str | None = None, rows: int | None = None
+    given: Mapping[str, Any],
+    models: Sequence[str] = (),
+    data: str | None = None,
+    reward: str | None = None,
+    rows: int | None = None,
 ) -> Translation:
-    """Translate the settings of `trl grpo`. `models` join the file's model; `rows` counts the rows of the data."""
+    """Translate the settings of `trl grpo`.
+
+    `models` join the file's model; `data` and `reward` replace those of the file; `rows` counts the rows of the data.
+    """
     found = Translation()
     for key, value in given.items():
-        if key in REASONS and value:
-            found.left_out[key] = REASONS[key]
-        elif key in REASONS:
-            found.left_out[key] = "off in TRL's file, and not offered here"
+        if key in REASONS:
+            found.left_out[key] = REASONS[key] if value else "it is off in the file, and not offered here"
         elif key not in TRL_KEYS:
             found.unknown[key] = nearest(str(key), TRL_KEYS)
     values = {key: number(value) for key, value in {**DEFAULTS, **given}.items() if value is not None}
+    if "fp16" in values and "bf16" not in given:
+        del values["bf16"]
+    _check_types(values)
     _models_and_data(found, values, models, data)
+    _rewards(found, values, reward)
     _algorithm(found, values)
+    if values.get("use_peft") and values.get("use_vllm"):
+        why = "vLLM samples from whole weights; with lora the built-in sampler is used"
+        found.left_out |= {key: why for key in values if key == "use_vllm" or NEEDS.get(key) == "use_vllm"}
     for key in [*SAME, *RENAMED]:
         if key in values and key not in (*SIZES, *found.taken, *found.left_out):
             _take(found, key, values)
     _sizes(found, values, rows)
-    if "engine" in found.settings and "lora" in found.settings:
-        del found.settings["engine"], found.taken["use_vllm"]
-        found.settings.pop("vllm", None)
-        found.left_out["use_vllm"] = "vLLM samples from whole weights; with lora the built-in sampler is used"
     found.taken = {key: ours for key, ours in found.taken.items() if key in given}
     found.left_out = {key: why for key, why in found.left_out.items() if key in given}
+    found.origin = {key: _comment(key, text, given) for key, text in found.origin.items()}
     return found
+
+
+def _comment(key: str, origin: str, given: Mapping[str, Any]) -> str:
+    """What the YAML says about a setting; nothing if it stands in TRL's file under the same name."""
+    if origin != key:
+        return f"TRL: {origin}"
+    return "" if key in given else "TRL's default"
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Raise UserError if a name is not a text, or something that is computed with not a number."""
+    for key in ("model_name_or_path", "dataset_name"):
+        if not isinstance(values.get(key, ""), str):
+            raise UserError(f"{key}: expected a name, not {values[key]!r}.")
+    for key in (*BATCHES, *STEPS, "num_generations", "num_iterations"):
+        value = values.get(key, 1)
+        least = 1 if key in (*BATCHES, "num_generations", "num_iterations") else -1
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least or value > MOST:
+            raise UserError(f"{key}: expected a number of at least {least}, not {value!r}.")
 
 
 def number(value: Any) -> Any:
@@ -164,7 +193,9 @@ def _take(found: Translation, key: str, values: Mapping[str, Any]) -> None:
         return
     if value is not None:
         found.put(place, value, key)
-    found.taken[key] = f"{place}: {value}" if value is not None else f"{place}: the default here"
+    default = place in RunConfig.model_fields and value in (None, RunConfig.model_fields[place].default)
+    shown = "" if value in (None, {}) else f": {value}"
+    found.taken[key] = f"{place}{shown}{' (the default here)' if default else ''}"
 
 
 def _models_and_data(found: Translation, values: Mapping[str, Any], models: Sequence[str], data: str | None) -> None:
@@ -189,15 +220,21 @@ def _models_and_data(found: Translation, values: Mapping[str, Any], models: Sequ
             found.put("task.eval_subset", values["dataset_config"], "dataset_config")
     elif "dataset_test_split" in values and is_data_set(train):
         found.left_out["dataset_test_split"] = "TRL reads it only with an eval_strategy"
-    _rewards(found, values)
 
 
-def _rewards(found: Translation, values: Mapping[str, Any]) -> None:
+def _rewards(found: Translation, values: Mapping[str, Any], chosen: str | None) -> None:
+    """Reward functions of TRL by our names, with their weights; `chosen` replaces them."""
     names = values.get("reward_funcs", [])
     names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"reward_funcs: expected a list of names, not {names!r}.")
     weights = values.get("reward_weights", [1.0] * len(names))
-    if len(weights) != len(names):
-        raise UserError(f"reward_weights has {len(weights)} numbers for {len(names)} reward_funcs; give one for each.")
+    if chosen is not None:
+        found.put("task.reward", chosen, "reward_funcs")
+        found.taken |= dict.fromkeys(("reward_funcs", "reward_weights"), f"task.reward: {chosen}, as asked")
+        return
+    if not isinstance(weights, list) or len(weights) != len(names):
+        raise UserError(f"reward_weights: expected a number for each of {len(names)} reward_funcs, not {weights!r}.")
     rewards, missing = [], []
     for name, weight in zip(names, weights, strict=True):
         if name not in REWARDS and "." not in name:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hacrl.config.strict_yaml import dump_yaml
-from hacrl.errors import UserError
+from hacrl.errors import UserError, harmless
 
 COMMENTS = {
     "algorithm": "hacpo_robust shares rollouts; gspo and grpo train each agent alone (docs/algorithm.md)",
@@ -37,8 +37,10 @@ def agents_of(models: Sequence[str]) -> list[dict[str, str]]:
     return agents
 
 
-def starting_settings(models: Sequence[str], data: str, reward: str | None, output_dir: str) -> dict[str, Any]:
-    """Settings to start from, for these models and data."""
+def starting_settings(
+    models: Sequence[str], data: str, reward: str | None, output_dir: str, rows: int | None = None
+) -> dict[str, Any]:
+    """Settings to start from, for these models and data. `rows` counts the rows of the data, if known."""
     procedural = data == "arithmetic" or data.startswith("gym:")
     if procedural and reward is not None:
         raise UserError(f"--reward: the task {data} has its own verifier. Leave --reward out.")
@@ -46,7 +48,7 @@ def starting_settings(models: Sequence[str], data: str, reward: str | None, outp
         "algorithm": {"name": "hacpo_robust"},
         "agents": agents_of(models),
         "task": {"name": data} if procedural else {"train": data, "reward": reward or "math"},
-        "prompts_per_step": 32,
+        "prompts_per_step": min(32, rows or 32),
         "rollouts_per_update": 128,
         "num_generations": 8,
         "max_prompt_length": 512,
@@ -64,13 +66,17 @@ def commented_yaml(
     settings: Mapping[str, Any], comments: Mapping[str, str], head: Iterable[str] = (), tail: Iterable[str] = ()
 ) -> str:
     """Settings as YAML with a comment above each key, between comments at the head and the tail."""
-    lines = [f"# {line}" for line in head]
+    lines = [_comment(line) for line in head]
     for key, value in settings.items():
-        comment = comments.get(key)
-        lines += [f"# {' '.join(comment.split())}"] if comment else []
+        lines += [_comment(comments[key])] if comments.get(key) else []
         nested = isinstance(value, dict | list) and bool(value)
         lines.append(dump_yaml({key: value}, default_flow_style=None if nested else False, width=1000).rstrip())
-    return "\n".join([*lines, *(f"# {line}" for line in tail)]) + "\n"
+    return "\n".join([*lines, *map(_comment, tail)]) + "\n"
+
+
+def _comment(text: str) -> str:
+    """One line of comment, whatever the text."""
+    return harmless(" ".join(["#", *text.split()]))
 
 
 def write_new(path: Path, text: str) -> None:

@@ -151,6 +151,7 @@ REASONS: dict[str, str] = {key: reason for reason, keys in LEFT_OUT.items() for 
 TRL_KEYS: tuple[str, ...] = (*SAME, *RENAMED, *REASONS)
 
 DEFAULTS: dict[str, object] = {
+    "bf16": True,
     "importance_sampling_level": "token",
     "loss_type": "dapo",
     "epsilon": 0.2,
