@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Tests at the same time.
 TEST_JOBS ?= 2
 
-.PHONY: demo study chromium test test-plain test-vllm golden bench lint format clean setup
+.PHONY: demo study chromium test test-plain test-vllm test-trl golden bench lint format clean setup
 
 demo: $(VENV)/.report
 	$(BIN)/hacrl demo
@@ -96,6 +96,15 @@ test-vllm: .venv-vllm/.dev
 
 .venv-vllm/.dev: .venv-vllm/.installed pyproject.toml
 	.venv-vllm/bin/$(PIP_INSTALL) -e . ray pytest
+	touch $@
+
+# The example with TRL and the table of TRL's keys, against the real TRL. The folder tests stays out of the search path:
+# TRL would take tests/vllm for an installed vLLM.
+test-trl: .venv-trl/.dev
+	TRL_EXPERIMENTAL_SILENCE=1 .venv-trl/bin/python -m pytest -o addopts=-q -o pythonpath= --import-mode=importlib --noconftest tests/trl
+
+.venv-trl/.dev: .venv-trl/.installed pyproject.toml
+	.venv-trl/bin/$(PIP_INSTALL) -e . pytest
 	touch $@
 
 # The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.

@@ -23,7 +23,7 @@ from hacrl.warmup.stage import warm_up
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
 CONFIG = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 FILES = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from hacrl.cli.common import OUT_OF_SPACE, fail, say
 from hacrl.cli.demo import demo
 from hacrl.cli.eval import evaluate
 from hacrl.cli.export import export
+from hacrl.cli.init import init
 from hacrl.cli.models import models_app
 from hacrl.cli.report import report
 from hacrl.cli.rollouts import rollouts
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (train, warmup, demo, study, evaluate, export, report, rollouts, watch):
+for command in (init, train, warmup, demo, study, evaluate, export, report, rollouts, watch):
     app.command("eval" if command is evaluate else None)(command)
 app.add_typer(models_app, name="models")
 

@@ -7,6 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hacrl.algorithms import ALGORITHMS, Algorithm, RobustHACPO
 from hacrl.config.strict import explain, is_number
+from hacrl.config.trl_keys import trl_advice
 from hacrl.errors import nearest
 
 
@@ -38,7 +39,7 @@ def check_options(data: dict[str, Any], options: type, section: str) -> None:
     types = {field.name: field.type for field in dataclasses.fields(options)}
     for key, value in data.items():
         if key not in types:
-            hint = nearest(str(key), types)
+            hint = trl_advice(str(key)) or nearest(str(key), types)
             owners = [name for name, kind in ALGORITHMS.items() if key in {f.name for f in dataclasses.fields(kind)}]
             if options in ALGORITHMS.values() and owners:
                 names = " or ".join(owners)

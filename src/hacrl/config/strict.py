@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hacrl.config.trl_keys import trl_advice
 from hacrl.errors import UserError, nearest
 
 MOST = 1_000_000_000
@@ -125,7 +126,8 @@ def explanation(mistake: Any, model: type[BaseModel]) -> str:
         *above, key = mistake["loc"]
         if len(above) == 2 and above[0] == "agents" and key in model.model_fields:
             return f"{key} is a setting of the whole run, not of one agent"
-        return f"unknown key {str(key)!r} (set to {value}){nearest(str(key), section_at(model, above).model_fields)}"
+        advice = trl_advice(str(key)) or nearest(str(key), section_at(model, above).model_fields)
+        return f"unknown key {str(key)!r} (set to {value}){advice}"
     if kind == "missing":
         return "missing"
     if kind == "less_than_equal":

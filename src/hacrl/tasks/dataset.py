@@ -130,6 +130,11 @@ def is_on_hub(source: str) -> bool:
     return not path.exists() and bool(HUB_ID.fullmatch(source)) and path.suffix not in FILE_SUFFIXES
 
 
+def count_rows(source: str) -> int | None:
+    """Number of rows of a local file; None for other data, which would have to be loaded first."""
+    return sum(1 for _ in read_rows(source, "train", None)) if Path(source).expanduser().is_file() else None
+
+
 def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
     """Read the rows of a data set, each with its place for error messages."""
     path = Path(source).expanduser()
