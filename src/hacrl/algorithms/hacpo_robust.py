@@ -8,11 +8,11 @@ A learner uses a foreign rollout if its reward is above the learner's own mean o
 
 There is no band: a right answer that the learner finds unlikely counts less, by s, but is never discarded. Wrong
 foreign answers are never used. Weights are at most 1. Own rollouts are treated exactly as in GSPO. The terms of a
-source depend only on that source and the learner, so a source without right answers adds exactly 0. Theory:
-docs/algorithm.md, section 18.
+source depend only on that source and the learner, so a source without right answers adds exactly 0. After the last step each agent fine-tunes on everybody's right answers
+(`imitation`). Theory: docs/algorithm.md, section 18.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from hacrl.algorithms.advantage import EDGE, Advantages, divisors, group_advantages, mean_by, num_prompts, sum_by
 from hacrl.algorithms.algorithm import CapabilityAware, Explanation, means_by_source, ratio_sentence
 from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.imitation import Imitation
 from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, sequence_log_ratio, unbounded
 
 
@@ -44,6 +45,7 @@ class RobustHACPO(CapabilityAware):
     paper, each by its own model's token count (`token`)."""
     epsilon: float = 3.0e-4
     epsilon_high: float = 4.0e-4
+    imitation: Imitation = field(default_factory=lambda: Imitation(when="end", confidence=16.0, focus=1.0))
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
