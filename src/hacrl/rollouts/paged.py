@@ -1,0 +1,416 @@
+"""The built-in decoder on CUDA: rows join and leave while others run, and a token step is one CUDA graph.
+
+The last token of a prompt is the first that a row reads in a token step, so reading prompts needs no logits. Between two
+looks at the GPU nothing waits for the host. Random numbers belong to a completion and a position: what is sampled does
+not depend on which rows run beside each other.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from hacrl.decoder import Backbone
+from hacrl.decoder import paged_kernels as kernels
+from hacrl.decoder.packing import Texts
+from hacrl.decoder.paged import Block, BlockCache, PagedDecode, PagedPrefill
+from hacrl.decoder.scoring import bucket, capturing
+from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
+from hacrl.rollouts.rollout import Completion, FinishReason
+
+LOOK_EVERY = 16
+"""How many tokens are decoded between two looks for finished rows. Each look waits for the GPU."""
+PREFILL_TOKENS = 1 << 14
+"""How many prompt tokens, padding included, are read at once."""
+MARGIN = 1 << 30
+"""Bytes of free memory that the cache leaves to activations, besides those of the logits."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that several rows continue. Its last token is not in its blocks."""
+
+    tokens: list[int]
+    blocks: list[Block] = field(default_factory=list)
+    rows: int = 0
+    """How many rows use its blocks now."""
+
+    @property
+    def stored(self) -> int:
+        return len(self.tokens) - 1
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion on its way."""
+
+    completion: int
+    prompt: Prompt
+    blocks: list[Block] = field(default_factory=list)
+    sampled: int = 0
+    """How many tokens it has sampled."""
+    token: int = -1
+    """Its last token, while it is paused."""
+    saved: list[Tensor] = field(default_factory=list)
+    """What its blocks held, while it is paused."""
+    text: list[int] = field(default_factory=list)
+    """Its tokens, if stop strings are looked for."""
+
+    def blocks_ahead(self, limit: int) -> int:
+        """How many blocks hold its tokens until the next look."""
+        return min(self.sampled + LOOK_EVERY, limit) // kernels.BLOCK + 1
+
+
+class Columns:
+    """What a token step needs of each row of the batch. Rows that only fill up a bucket hold the spare completion."""
+
+    def __init__(self, rows: int, blocks: int, spare: int, unit: int, device: torch.device) -> None:
+        self.token_B, self.position_B, self.completion_B, self.prompt_tokens_B, self.own_tokens_B = (
+            torch.zeros(rows, dtype=torch.long, device=device) for _ in range(5)
+        )
+        self.table_BM = torch.zeros(rows, blocks, dtype=torch.long, device=device)
+        self.spare, self.unit = spare, unit
+        self.fill(0, rows)
+
+    def all(self) -> tuple[Tensor, ...]:
+        rows = (self.token_B, self.position_B, self.completion_B, self.prompt_tokens_B, self.own_tokens_B)
+        return *rows, self.table_BM
+
+    def fill(self, first: int, end: int) -> None:
+        """Make these rows fillers."""
+        if first == end:
+            return
+        for column in self.all():
+            column[first:end] = 0
+        self.completion_B[first:end] = self.spare
+        self.table_BM[first:end, 0] = self.unit
+
+    def keep(self, kept: list[int]) -> None:
+        """Move these rows to the front, in this order."""
+        if kept != list(range(len(kept))):
+            index = torch.tensor(kept, device=self.token_B.device)
+            for column in self.all():
+                column[: len(kept)] = column[index]
+
+
+class Board:
+    """The tensors that CUDA graphs read and write, for N completions of at most T tokens."""
+
+    def __init__(
+        self, rows: int, N: int, T: int, L: int, P: int, spare: Block, stop_ids: list[int], device: torch.device
+    ) -> None:
+        prompt_blocks = -(-L // kernels.BLOCK)
+        self.room = (rows, N, T, L, P)
+        self.columns, self.idle = (
+            Columns(rows, prompt_blocks + T // kernels.BLOCK + 1, N, spare.unit, device) for _ in range(2)
+        )
+        self.ids_PL = torch.zeros(P, L, dtype=torch.long, device=device)
+        self.stored_P = torch.zeros(P, dtype=torch.long, device=device)
+        self.table_PM = torch.zeros(P, prompt_blocks, dtype=torch.long, device=device)
+        self.tokens_NT = torch.zeros(N + 1, T, dtype=torch.int32, device=device)
+        self.logps_NT = torch.zeros(N + 1, T, device=device)
+        self.length_N, self.finished_N = (torch.zeros(N + 1, dtype=torch.int32, device=device) for _ in range(2))
+        self.limit, self.seed = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        self.stop_ids = torch.tensor(stop_ids, device=device)
+
+    def reset(self, limit: int, seed: int, spare: Block) -> None:
+        for columns in (self.columns, self.idle):
+            columns.unit = spare.unit
+            columns.fill(0, len(columns.token_B))
+        self.length_N.zero_()
+        self.finished_N.zero_()
+        self.finished_N[-1] = 1
+        self.limit.fill_(limit)
+        self.seed.fill_(seed * 0x9E3779B97F4A7C15 % 2**62)
+
+
+class PagedEngine:
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        batch_size: int,
+        most_bytes: int | None = None,
+    ) -> None:
+        """`batch_size` bounds how many rows run at once, `most_bytes` the memory of the cache (None: what is free)."""
+        self.backbone, self.tokenizer, self.stop_ids, self.batch_size = backbone, tokenizer, list(stop_ids), batch_size
+        self.most_bytes = most_bytes
+        self.cache: BlockCache | None = None
+        self.board: Board | None = None
+        self.moved, self.pool = backbone.moved, torch.cuda.graph_pool_handle()
+        self.graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
+        self.run_before: set[tuple[object, ...]] = set()
+        self.pauses = 0
+        """How often a row was paused for lack of memory."""
+
+    @torch.no_grad()
+    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
+        G, limit = params.num_generations, params.max_completion_length
+        known: dict[tuple[int, ...], Prompt] = {}
+        rows = [
+            Row(i * G + g, known.setdefault(tuple(prompt), Prompt(list(prompt))))
+            for i, prompt in enumerate(prompts)
+            for g in range(G)
+        ]
+        order = {prompt: place for place, prompt in enumerate(sorted(known.values(), key=lambda p: len(p.tokens)))}
+        waiting = deque(sorted(rows, key=lambda row: order[row.prompt]))
+        with self.backbone.driven():
+            self.cache = self.cache or BlockCache(self.backbone, self.most_bytes)
+            try:
+                board = self._board(len(rows), limit, max(len(prompt) for prompt in prompts), seed)
+                stopped = self._run(board, waiting, params)
+                columns = self._results(board, len(rows))
+            finally:
+                self.cache.release()
+        completions = [
+            self._completion(tokens[:length], logps[:length], n in stopped)
+            for n, (tokens, logps, length) in enumerate(zip(*columns, strict=True))
+        ]
+        return [completions[i * G : (i + 1) * G] for i in range(len(prompts))]
+
+    def _completion(self, tokens: list[int], logps: list[float], stopped: bool) -> Completion:
+        ended = tokens[-1] in self.stop_ids
+        reason: FinishReason = "stop" if ended or stopped else "length"
+        return Completion(tokens, logps, reason, ended)
+
+    def _results(self, board: Board, N: int) -> tuple[list[list[int]], list[list[float]], list[int]]:
+        lengths = board.length_N[:N].tolist()
+        T = max(lengths)
+        require_finite(board.logps_NT[:N, :1])
+        return board.tokens_NT[:N, :T].tolist(), board.logps_NT[:N, :T].tolist(), lengths
+
+    # --- rows come and go ------------------------------------------------------------------------------
+
+    def _run(self, board: Board, waiting: deque[Row], params: SamplingParams) -> set[int]:
+        """Decode all rows; returns the completions that a stop string ended."""
+        running, stopped, limit = list[Row](), set[int](), params.max_completion_length
+        while waiting or running:
+            self._extend(board, running, waiting, limit)
+            running += self._admit(board, running, waiting, limit)
+            B = bucket(len(running))
+            board.columns.fill(len(running), B)
+            graph = self._step_graph(board, B, params)
+            steps = min(LOOK_EVERY, max(limit - row.sampled for row in running))
+            for _ in range(steps):
+                graph.replay()
+            if params.stop:
+                self._stop(board, running, steps, params.stop, stopped)
+            finished = board.finished_N[board.columns.completion_B[: len(running)]].tolist()
+            for row, done in zip(running, finished, strict=True):
+                row.sampled += steps
+                if done:
+                    self._leave(row)
+            going = [place for place, done in enumerate(finished) if not done]
+            board.columns.keep(going)
+            running = [running[place] for place in going]
+        return stopped
+
+    def _leave(self, row: Row) -> None:
+        """Give a row's blocks back, and those of its prompt if no other row uses them."""
+        assert self.cache is not None
+        self.cache.give(row.blocks)
+        row.blocks = []
+        row.prompt.rows -= 1
+        if row.prompt.rows == 0:
+            self.cache.give(row.prompt.blocks)
+            row.prompt.blocks = []
+
+    def _extend(self, board: Board, running: list[Row], waiting: deque[Row], limit: int) -> None:
+        """Give rows the blocks that they need until the next look, and pause the youngest while memory is short."""
+        assert self.cache is not None
+        new, place = list[tuple[int, int, int]](), 0
+        while place < len(running):
+            row = running[place]
+            missing = row.blocks_ahead(limit) - len(row.blocks)
+            blocks = self.cache.take(missing) if missing > 0 else []
+            if blocks is None:
+                if len(running) == 1:
+                    raise torch.OutOfMemoryError(
+                        f"the cache of one completion with {row.sampled} tokens takes "
+                        f"{len(row.blocks) * self.cache.block_bytes >> 20} MiB, and there is no memory for more."
+                    )
+                waiting.appendleft(running.pop())
+                self._pause(board, waiting[0], len(running))
+                continue
+            first = len(row.prompt.blocks) + len(row.blocks)
+            new += [(place, first + i, block.unit) for i, block in enumerate(blocks)]
+            row.blocks += blocks
+            place += 1
+        if new:
+            rows, columns, units = torch.tensor(new).T.to(self.backbone.device)
+            board.columns.table_BM[rows, columns] = units
+
+    def _pause(self, board: Board, row: Row, place: int) -> None:
+        """Move a row's keys and values to host memory."""
+        row.token = int(board.columns.token_B[place])
+        row.saved = [block.memory.to("cpu", copy=True) for block in row.blocks]
+        self._leave(row)
+        self.pauses += 1
+
+    def _admit(self, board: Board, running: list[Row], waiting: deque[Row], limit: int) -> list[Row]:
+        """Let waiting rows join while there is room for them, and for those that run to grow."""
+        cache, fresh, unread = self.cache, list[Row](), list[Prompt]()
+        assert cache is not None
+        room = cache.room() if waiting else 0
+        while waiting and len(running) + len(fresh) < self.batch_size:
+            row = waiting[0]
+            of_prompt = 0 if row.prompt.blocks else -(-row.prompt.stored // kernels.BLOCK)
+            own = row.blocks_ahead(limit)
+            others = len(running) + len(fresh)
+            if others and room - of_prompt - own < others:
+                break
+            blocks = cache.take(of_prompt + own)
+            if blocks is None:
+                if others:
+                    break
+                raise torch.OutOfMemoryError(
+                    f"the cache of one completion with a prompt of {len(row.prompt.tokens)} tokens does not fit."
+                )
+            room -= of_prompt + own
+            waiting.popleft()
+            if of_prompt:
+                row.prompt.blocks = blocks[:of_prompt]
+                unread.append(row.prompt)
+            row.blocks = blocks[of_prompt:]
+            row.prompt.rows += 1
+            for block, saved in zip(row.blocks, row.saved, strict=False):
+                block.memory.copy_(saved)
+            row.saved = []
+            fresh.append(row)
+        self._read(board, unread)
+        if fresh:
+            self._place(board, fresh, len(running))
+        return fresh
+
+    def _place(self, board: Board, fresh: list[Row], first: int) -> None:
+        """Write the columns of rows that join the batch."""
+        columns, end = board.columns, first + len(fresh)
+        figures = [
+            (
+                row.token if row.sampled else row.prompt.tokens[-1],
+                row.prompt.stored + row.sampled,
+                row.completion,
+                row.prompt.stored,
+                row.sampled,
+            )
+            for row in fresh
+        ]
+        for column, values in zip(columns.all(), torch.tensor(figures).T.to(self.backbone.device), strict=False):
+            column[first:end] = values
+        units = [[block.unit for block in (*row.prompt.blocks, *row.blocks)] for row in fresh]
+        width = max(map(len, units))
+        table = torch.tensor([own + [0] * (width - len(own)) for own in units])
+        columns.table_BM[first:end, :width] = table.to(self.backbone.device)
+
+    def _stop(self, board: Board, running: list[Row], steps: int, stops: Sequence[str], stopped: set[int]) -> None:
+        """End the rows that have a stop string in their newest tokens."""
+        completion_B = board.columns.completion_B[: len(running)]
+        lengths = board.length_N[completion_B].tolist()
+        first_B1 = torch.tensor([[row.sampled] for row in running], device=completion_B.device)
+        place_BS = first_B1 + torch.arange(steps, device=completion_B.device)
+        place_BS = place_BS.clamp(max=board.tokens_NT.shape[1] - 1)
+        newest = board.tokens_NT[completion_B[:, None], place_BS].tolist()
+        for row, length, tokens in zip(running, lengths, newest, strict=True):
+            checked = len(row.text)
+            row.text += tokens[: length - checked]
+            end = length_at_stop(self.tokenizer, row.text, checked, stops)
+            if end is not None and not (end == length and row.text[-1] in self.stop_ids):
+                stopped.add(row.completion)
+                board.length_N[row.completion] = end
+                board.finished_N[row.completion] = 1
+
+    # --- what runs on the GPU --------------------------------------------------------------------------
+
+    def _board(self, N: int, T: int, L: int, seed: int) -> Board:
+        """Return tensors for these completions. Existing ones, and their graphs, are used again if they suffice."""
+        assert self.cache is not None
+        moved, self.moved = self.moved != self.backbone.moved, self.backbone.moved
+        L = -(-L // kernels.BLOCK) * kernels.BLOCK
+        wanted = (bucket(min(N, self.batch_size)), N, T, L, bucket(max(PREFILL_TOKENS // L, 1)))
+        has = self.board.room if self.board else (0,) * len(wanted)
+        limit, head = T, self.backbone.head.weight_VD
+        self.cache.margin = MARGIN + 16 * wanted[0] * head.shape[0] if self.cache.device.type == "cuda" else 0
+        (spare,) = self.cache.take(1) or [None]
+        if spare is None:
+            raise torch.OutOfMemoryError("there is no memory for the cache of a single completion.")
+        if moved or any(a < b for a, b in zip(has, wanted, strict=True)):
+            self.graphs.clear()
+            self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+            rows, N, T, L, P = (max(pair) for pair in zip(has, wanted, strict=True))
+            self.board = Board(rows, N, T, L, P, spare, self.stop_ids, self.backbone.device)
+        assert self.board is not None
+        self.board.reset(limit, seed, spare)
+        return self.board
+
+    def _read(self, board: Board, prompts: list[Prompt]) -> None:
+        """Store the keys and values of prompts, all but the last token of each."""
+        prompts = sorted((prompt for prompt in prompts if prompt.stored), key=lambda prompt: prompt.stored)
+        while prompts:
+            count = 1
+            while count < min(len(prompts), board.room[4]) and (count + 1) * prompts[count].stored <= PREFILL_TOKENS:
+                count += 1
+            self._read_batch(board, prompts[:count])
+            prompts = prompts[count:]
+
+    def _read_batch(self, board: Board, prompts: list[Prompt]) -> None:
+        P, L = min(bucket(len(prompts)), board.room[4]), -(-prompts[-1].stored // kernels.BLOCK) * kernels.BLOCK
+        ids = [prompt.tokens[:-1] + [0] * (L - prompt.stored) for prompt in prompts]
+        table = [[block.unit for block in prompt.blocks] for prompt in prompts]
+        table = [units + [0] * (L // kernels.BLOCK - len(units)) for units in table]
+        device = self.backbone.device
+        board.stored_P.zero_()
+        board.stored_P[: len(prompts)] = torch.tensor([prompt.stored for prompt in prompts]).to(device)
+        board.ids_PL[: len(prompts), :L] = torch.tensor(ids).to(device)
+        board.table_PM[: len(prompts), : L // kernels.BLOCK] = torch.tensor(table).to(device)
+        key = ("prefill", P, L)
+        if key not in self.graphs and key not in self.run_before:
+            self.run_before.add(key)  # a shape that occurs once is not worth a graph
+            self._prefill(board, P, L)
+            return
+        if key not in self.graphs:
+            self.graphs[key] = self._captured(lambda: self._prefill(board, P, L))
+        self.graphs[key].replay()
+
+    def _prefill(self, board: Board, P: int, L: int) -> None:
+        assert self.cache is not None
+        position_PL = torch.arange(L, device=self.backbone.device).expand(P, L)
+        plan = PagedPrefill(self.cache, board.table_PM[:P], board.stored_P[:P])
+        self.backbone.hidden(board.ids_PL[:P, :L], position_PL, plan)
+
+    def _step_graph(self, board: Board, B: int, params: SamplingParams) -> torch.cuda.CUDAGraph:
+        assert self.cache is not None
+        key = ("step", B, params.temperature, params.top_p, params.top_k)
+        if key not in self.graphs:
+            shape = ("step", *(kernels.parts_of(B, K) for K in self.cache.heads), *key[2:])
+            if shape not in self.run_before:  # loads kernels; with fillers only, so it writes spare memory
+                self.run_before.add(shape)
+                self._token_step(board, board.idle, B, params)
+            self.graphs[key] = self._captured(lambda: self._token_step(board, board.columns, B, params))
+        return self.graphs[key]
+
+    def _token_step(self, board: Board, columns: Columns, B: int, params: SamplingParams) -> None:
+        assert self.cache is not None
+        table_BM, prompt_tokens_B, own_tokens_B = (
+            x[:B] for x in (columns.table_BM, columns.prompt_tokens_B, columns.own_tokens_B)
+        )
+        plan = PagedDecode(self.cache, table_BM, prompt_tokens_B, own_tokens_B)
+        hidden_B1D = self.backbone.hidden(columns.token_B[:B, None], columns.position_B[:B, None], plan)
+        logits_BV = source_BV = self.backbone.head.logits(hidden_B1D[:, 0])
+        if params.top_k or params.top_p < 1:
+            allowed_BV = restrict((logits_BV / (params.temperature or 1.0)).log_softmax(1), params.top_p, params.top_k)
+            source_BV = logits_BV.masked_fill(allowed_BV == -torch.inf, -torch.inf)
+        kernels.sample_tokens(
+            logits_BV, source_BV, columns.completion_B[:B], own_tokens_B, columns.token_B[:B], columns.position_B[:B],
+            board.finished_N, board.limit, board.seed, board.tokens_NT, board.logps_NT, board.length_N, board.stop_ids,
+            params.temperature,
+        )  # fmt: skip
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, self.pool, self.backbone.device):
+            work()
+        return graph
