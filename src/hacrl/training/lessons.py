@@ -13,6 +13,7 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import NUMBER, SHUFFLE, permutation
 from hacrl.tasks.problem import Problem
 from hacrl.training.schedule import learning_rate
+from hacrl.training.scoring import Scores
 
 
 def lesson_for(
@@ -22,6 +23,7 @@ def lesson_for(
     problems: Sequence[Problem],
     rollouts: Sequence[Rollout],
     omega_KK: Tensor,
+    scores: Scores | None,
 ) -> tuple[Lesson, Advantages]:
     """Make one learner's lesson from the valid rollouts of all agents."""
     algorithm, agent, max_steps = config.algorithm, config.agents[learner], config.max_steps
@@ -44,6 +46,7 @@ def lesson_for(
         examples=examples(learner, step, config, rollouts),
         imitates=imitation.due(step, max_steps),
         imitation_rate=rate if imitation.when == "step" else agent.learning_rate,
+        token_advantages=scores.token_advantages[learner] if scores else None,
     )
     return lesson, advantages
 
@@ -54,9 +57,7 @@ def examples(learner: int, step: int, config: RunConfig, rollouts: Sequence[Roll
     if not config.algorithm.keeps_answers(step, config.max_steps):
         return []
     right = [r for r in rollouts if imitation.is_right(r.reward) and r.finish_reason == "stop"]
-    if imitation.answers == "all":
-        return right
-    return [rollout for rollout in right if (rollout.source == learner) == (imitation.answers == "own")]
+    return [r for r in right if imitation.answers in ("all", "own" if r.source == learner else "others")]
 
 
 def minibatches(config: RunConfig, agent: AgentConfig, step: int) -> list[list[int]]:

@@ -110,19 +110,17 @@ class Trainer:
         if not everybodys:
             raise UserError(self._nothing_verified(rollouts))
         scores = self._score(rollouts, capabilities)
-        lessons, advantages = [], []
-        for k in range(len(self.ids)):
-            lesson, advantage = lesson_for(k, self.step, self.config, problems, everybodys, omega_KK)
-            lesson.token_advantages = scores.token_advantages[k] if scores else None
-            lessons.append(lesson)
-            advantages.append(advantage)
+        made = [
+            lesson_for(k, self.step, self.config, problems, everybodys, omega_KK, scores) for k in range(len(self.ids))
+        ]
+        lessons = [lesson for lesson, _ in made]
         learned = self._learn(lessons)
         results = [answer.value for answer in learned]
 
         for k, answer in enumerate(learned):
             seconds, tokens = (scores.seconds[k], scores.tokens[k]) if scores else (0.0, 0)
             self.accounts.add_learned(k, answer.value, seconds + answer.seconds, tokens)
-            own = agent_metrics(problems, rollouts[k], k, lessons[k], answer.value, advantages[k])
+            own = agent_metrics(problems, rollouts[k], k, *made[k], answer.value)
             own |= {"capability": capabilities[k], **self.accounts.so_far(k)}
             own |= {"time/learn": answer.seconds, "time/wait": float(self.accounts.waited[k])}
             if self.algorithm.shares_rollouts:
@@ -132,12 +130,7 @@ class Trainer:
             metrics |= {f"{self.ids[k]}/{name}": value for name, value in own.items()}
         self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts, lessons, results))
         if self.config.trace:
-            lines = [
-                line
-                for learner in zip(self.ids, lessons, results, strict=True)
-                for line in trace_lines(self.step, self.ids, *learner)
-            ]
-            self.run.write_step("trace", self.step, lines)
+            self.run.write_step("trace", self.step, trace_lines(self.ids, lessons, results))
         return metrics
 
     def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
