@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 from hacrl.config import RunConfig
-from hacrl.errors import UserError
 from hacrl.execution.executor import Executor, Timed
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks import Task
@@ -140,15 +139,15 @@ class Collector:
             }
         return {"position": self.position, "task": self.task.state_dict(), "ahead": state}
 
-    def load_state_dict(self, state: dict[str, Any], changed: UserError) -> None:
-        """Restore the state; raise `changed` if the task no longer gives the problems that were sampled ahead."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Restore the state; False if the task no longer gives the problems that were sampled ahead."""
         self.position = state["position"]
         self.task.load_state_dict(state["task"])
         ahead = state["ahead"]
-        if ahead is not None:
-            count = self.config.prompts_per_step
-            rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
-            problems = self.task.train(self.position - count, count)
-            if any(problems[rollout.prompt_index].id != rollout.prompt_id for own in rollouts for rollout in own):
-                raise changed
-            self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
+        if ahead is None:
+            return True
+        count = self.config.prompts_per_step
+        rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
+        problems = self.task.train(self.position - count, count)
+        self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
+        return all(problems[r.prompt_index].id == r.prompt_id for own in rollouts for r in own)

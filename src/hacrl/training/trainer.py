@@ -204,18 +204,17 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        changed = UserError(
-            f"{self.run.path} cannot be continued: its task no longer gives the problems that the run was started "
-            "with: data or the version of a package has changed. Put that back, or start a new run with another "
-            "output_dir."
-        )
-        if state.get("problems", self.problems_digest) != self.problems_digest:
-            raise changed
+        known = state.get("problems", self.problems_digest) == self.problems_digest
+        if not known or not self.collector.load_state_dict(state):
+            raise UserError(
+                f"{self.run.path} cannot be continued: its task no longer gives the problems that the run was started "
+                "with: data or the version of a package has changed. Put that back, or start a new run with another "
+                "output_dir."
+            )
         self.step = state["step"]
         self.tracker.load_state_dict(state["capability"])
         self.accounts.load_state_dict(state)
         self.heldout.load_state_dict(state)
-        self.collector.load_state_dict(state, changed)
         restore_global_random_state(state["random"])
 
     def summary(self) -> dict[str, Any]:
