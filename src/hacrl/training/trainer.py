@@ -119,10 +119,9 @@ class Trainer:
 
         for k, answer in enumerate(learned):
             seconds, tokens = (scores.seconds[k], scores.tokens[k]) if scores else (0.0, 0)
-            self.accounts.add_learned(k, answer.value, seconds + answer.seconds, tokens)
+            counted = self.accounts.add_learned(k, answer, seconds, tokens)
             own = agent_metrics(problems, rollouts[k], k, *made[k], answer.value)
-            own |= {"capability": capabilities[k], **self.accounts.so_far(k)}
-            own |= {"time/learn": answer.seconds, "time/wait": float(self.accounts.waited[k])}
+            own |= {"capability": capabilities[k], **counted}
             if self.algorithm.shares_rollouts:
                 own |= exchange_metrics(k, self.ids, lessons[k], answer.value, omega_KK)
             if scores:
