@@ -94,8 +94,9 @@ class Rows:
 
     def _from_file(self, data: DataConfig, file: str, config: WarmupConfig) -> Source:
         """Rows of a file: epoch after epoch, each shuffled by (seed, file, epoch)."""
-        examples = load_examples(file, split=data.split, subset=data.subset)
-        encoded = [(_is_heldout(example.question, config.eval_share), self.encode(example)) for example in examples]
+        examples, share = load_examples(file, split=data.split, subset=data.subset), config.eval_share
+        # The question alone decides whether a row is held out.
+        encoded = [(text_number(example.question, 4) / 2**32 < share, self.encode(example)) for example in examples]
         dropped = Counter(row for _, row in encoded if isinstance(row, str))
         rows, heldout = ([row for held, row in encoded if held == of and isinstance(row, Row)] for of in (False, True))
         if not rows:
@@ -139,11 +140,6 @@ def for_validation(task: TaskConfig, eval_size: int) -> TaskConfig:
     validation = {"eval_split": "validation"}
     own = {"mixture": [part.model_copy(update=validation) for part in task.mixture]} if task.mixture else validation
     return task.model_copy(update={**own, "eval_size": eval_size})
-
-
-def _is_heldout(question: str, share: float) -> bool:
-    """Whether a question is among the share that is never trained on. The question alone decides."""
-    return text_number(question, 4) / 2**32 < share
 
 
 def _digest(rows: Sequence[Row]) -> str:
