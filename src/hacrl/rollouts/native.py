@@ -76,7 +76,7 @@ class NativeEngine:
         """Read every distinct prompt once, then decode all rows together; B of the N still run, finished rows leave."""
         N, T, device = len(batch.row_N), params.max_completion_length, self.backbone.device
         ids_PL, length_P, prompt_N = (x.to(device) for x in (batch.ids_PL, batch.length_P, batch.prompt_N))
-        self.cache.reserve(*ids_PL.shape, N, T)
+        self.cache.reserve(len(ids_PL), ids_PL.shape[1], N, T)
         logits_BV = require_finite(self._read(ids_PL, length_P))[prompt_N]
         decode = Decode(self.cache, length_P, ids_PL.shape[1], prompt_N)
 
