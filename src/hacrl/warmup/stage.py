@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -329,22 +329,14 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 # --- what a person sees ----------------------------------------------------------------------------
 
 
-class Display:
+class Display(Progress):
     """Shows progress: a bar with the latest losses in a terminal, lines elsewhere."""
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
-        self.config, self.console = config, console
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        options: dict[str, Any] = {"transient": True, "disable": not console.is_interactive}
-        self.bar = Progress(TextColumn("warm-up"), *columns, console=console, **options)
-        self.job = self.bar.add_task("", total=config.last_step)
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        hidden = not console.is_interactive
+        super().__init__(TextColumn("warm-up"), *columns, console=console, transient=True, disable=hidden)
+        self.config, self.job = config, self.add_task("", total=config.last_step)
 
     def note(self, text: str) -> None:
         self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
@@ -357,7 +349,7 @@ class Display:
             known = [f"{shown} {value:.3f}" for shown, value in values if math.isfinite(value)]
             if known:
                 parts.append(f"{agent.id}: {' '.join(known)}")
-        self.bar.update(self.job, completed=step, description=" | ".join(parts))
+        self.update(self.job, completed=step, description=" | ".join(parts))
         evaluated = any("/eval_" in name for name in metrics)
         if evaluated or (not self.console.is_interactive and step % LINE_EVERY == 0):
             line = " | ".join([f"step {step}/{self.config.last_step}", *parts])
