@@ -102,17 +102,15 @@ class Trainer:
         # Written before anything can go wrong with them.
         self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts))
 
-        self.tracker.update([self._performance(own) for own in rollouts])
+        valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
+        self.tracker.update([self._performance(own) for own in valid])
         capabilities = self.tracker.capabilities()
         omega_KK = self.algorithm.omega(capabilities)
 
-        everybodys = [rollout for own in rollouts for rollout in own if rollout.reward is not None]
-        if not everybodys:
+        if not any(valid):
             raise UserError(self._nothing_verified(rollouts))
-        scores = self._score(rollouts, capabilities)
-        made = [
-            lesson_for(k, self.step, self.config, problems, everybodys, omega_KK, scores) for k in range(len(self.ids))
-        ]
+        scores = self._score(valid, capabilities)
+        made = [lesson_for(k, self.step, self.config, problems, valid, omega_KK, scores) for k in range(len(self.ids))]
         lessons = [lesson for lesson, _ in made]
         learned = self._learn(lessons)
         results = [answer.value for answer in learned]
@@ -133,11 +131,9 @@ class Trainer:
         return metrics
 
     def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
-        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        if not rewards:
-            return None
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
         try:
-            return self.algorithm.performance(torch.tensor(rewards, dtype=torch.float64))
+            return self.algorithm.performance(rewards) if len(rewards) else None
         except ValueError as error:
             raise UserError(f"task.reward: {error}.") from None
 
@@ -147,8 +143,7 @@ class Trainer:
             return None
         self.watcher.on_phase("scoring")
         start = time.perf_counter()
-        valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
-        scores, answers = scores_of(self.algorithm, valid, capabilities, self.executor)
+        scores, answers = scores_of(self.algorithm, rollouts, capabilities, self.executor)
         self.accounts.note_waiting(start, answers)
         return scores
 
