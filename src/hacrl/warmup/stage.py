@@ -215,7 +215,7 @@ class Warmup:
     def _tell(self, rows: Rows) -> None:
         """Tell the user how many rows an agent has to learn from."""
         reader = rows.reader
-        sizes = " + ".join(f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources)
+        sizes = " + ".join(f"{stream.size:,}" if stream.size is not None else "endless" for stream in rows.streams)
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.dropped.items())
         dropped = f", dropped {rows.dropped.total():,} ({reasons})" if reasons else ""
         self.display.note(f"{reader.config.id}: rows to train on {sizes}, held out {len(rows.heldout):,}{dropped}")
