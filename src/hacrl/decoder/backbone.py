@@ -20,8 +20,8 @@ from hacrl.decoder.packing import Packed
 def checkpointed_layers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     """A forward for each checkpointable layer that computes activations again in the backward pass."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return {layer: partial(checkpoint, layer.forward, **options) for layer in layers}
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return {layer: partial(again, layer.forward) for layer in layers}
 
 
 class CannotDrive(Exception):
