@@ -185,8 +185,8 @@ class Pupil:
     def summary(self) -> dict[str, Any]:
         return {
             "model": self.config.model,
-            **{f"{when}_loss": value for when, value in ends(self.losses).items()},
-            **{f"{when}_accuracy": value for when, value in ends(self.accuracy).items()},
+            **ends(self.losses, "loss"),
+            **ends(self.accuracy, "accuracy"),
             "updates": self.updater.updates,
             **self.totals,
             "dropped": dict(self.rows.dropped),
@@ -280,10 +280,10 @@ class Warmup:
         self.run.rewind(self.step if found else -1)
 
 
-def ends(values: dict[int, float]) -> dict[str, float | None]:
+def ends(values: dict[int, float], name: str) -> dict[str, float | None]:
     """The values of the first and the last step."""
-    steps = sorted(values)
-    return {"start": values[steps[0]] if steps else None, "final": values[steps[-1]] if steps else None}
+    first, last = (values[min(values)], values[max(values)]) if values else (None, None)
+    return {f"start_{name}": first, f"final_{name}": last}
 
 
 # --- the folder ------------------------------------------------------------------------------------
