@@ -270,7 +270,7 @@ class Runner:
         )
 
     def write(self) -> dict[str, Any]:
-        running = {child.run.name: "running" for child in self.children}
+        running = {child.run.name for child in self.children}
         results = collect(self.study, running, self.errors, self.gpu_seconds)
         write_results(self.study, results)
         return results
