@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -76,15 +77,8 @@ class RayExecutor(Executor):
             for worker in self.workers:
                 worker.place = self._get(worker, worker.actor.place.remote())
             self.node = ray.get_runtime_context().get_node_id()
-            meeting_points = {w.agent: self._meeting_point(w) for w in self.workers if w.rank == 0}
-            self._each(
-                "open",
-                lambda worker: (
-                    __version__,
-                    self._member(worker, meeting_points[worker.agent]),
-                    self.samplers[worker.agent],
-                ),
-            )
+            points = {w.agent: self._meeting_point(w) for w in self.workers if w.rank == 0}
+            self._each("open", lambda w: (__version__, self._member(w, points[w.agent]), self.samplers[w.agent]))
         except BaseException:
             self.close()
             raise
@@ -163,16 +157,13 @@ class RayExecutor(Executor):
         return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
 
     def _member(self, worker: Worker, meeting_point: str) -> Member:
-        config = self.config
-        common = (config.algorithm, config.seed, config.trace)
+        common = (self.config.algorithm, self.config.seed, self.config.trace)
         return Member(self.agents[worker.agent], worker.agent, *common, worker.rank, meeting_point)
 
     def _wanted(self) -> dict[str, float]:
-        wanted: dict[str, float] = {}
-        for agent in self.agents:
-            for process in bundles(agent):
-                for name, amount in process.items():
-                    wanted[name] = wanted.get(name, 0.0) + amount
+        wanted: defaultdict[str, float] = defaultdict(float)
+        for name, amount in (item for agent in self.agents for process in bundles(agent) for item in process.items()):
+            wanted[name] += amount
         return wanted
 
     def _lacks(self) -> bool:
@@ -203,9 +194,7 @@ class RayExecutor(Executor):
     def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
         shared = [ray.put(value) if isinstance(value, list) else value for value in common]
         own = [()] * len(self.ids) if each is None else [(ray.put(value),) for value in each]
-        return self._gather(
-            call, [worker.actor.call.remote(call, *shared, *own[worker.agent]) for worker in self.workers]
-        )
+        return self._gather(call, [w.actor.call.remote(call, *shared, *own[w.agent]) for w in self.workers])
 
     def learn(self, lessons: Sequence[Lesson]) -> list[Timed[LearnResult]]:
         packed = packed_lessons(lessons)
