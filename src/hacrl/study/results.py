@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,9 +91,13 @@ def read_gpu_seconds(study: Study) -> dict[str, float]:
     """GPU-seconds by name of the run, as earlier calls of the study wrote them down."""
     file = study.folder / "study.json"
     rows = read_study(file)["runs"] if file.exists() else []
-    found = {(row.get("pair"), row.get("variant"), row.get("seed")): row.get("gpu_seconds") for row in rows}
-    by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
-    return {name: seconds for name, seconds in by_name.items() if seconds is not None}
+    found = {name_of(row): seconds for row in rows if (seconds := row.get("gpu_seconds")) is not None}
+    return {run.name: found[run.name] for run in study.runs if run.name in found}
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """`Run.name` of a row of the results."""
+    return f"{row.get('pair')}/{row.get('variant')}/seed-{row.get('seed')}"
 
 
 def agent_row(study: Study, agent: str, finished: dict[int, Row]) -> Row:
@@ -102,14 +106,11 @@ def agent_row(study: Study, agent: str, finished: dict[int, Row]) -> Row:
     own = {seed: summary["agents"].get(agent, {}) for seed, summary in finished.items()}
     judged = {seed: row for seed, row in own.items() if row.get(metric) is not None}
     values = {str(seed): row[metric] for seed, row in judged.items()}
-    low, high = interval(study, list(values.values()))
     return {
         "agent": agent,
         "start": mean([row.get(metric.replace("final", "start")) for row in judged.values()]),
         "values": values,
-        "mean": mean(list(values.values())),
-        "low": low,
-        "high": high,
+        **with_interval(study, "mean", list(values.values())),
         "accounting": {key: mean([row.get(key) for row in own.values()]) for key in OF_AN_AGENT},
     }
 
@@ -127,10 +128,11 @@ def mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float | None]:
-    if len(values) < 2:
-        return None, None
-    return (bootstrap_interval if study.config.interval == "bootstrap" else t_interval)(values)
+def with_interval(study: Study, name: str, values: Sequence[float]) -> Row:
+    """The mean of values, under this name, with its interval."""
+    interval = bootstrap_interval if study.config.interval == "bootstrap" else t_interval
+    low, high = interval(values) if len(values) > 1 else (None, None)
+    return {name: mean(values), "low": low, "high": high}
 
 
 def compare(study: Study, agents: list[Row]) -> list[Row]:
@@ -178,7 +180,6 @@ def comparison(study: Study, differences: list[float]) -> Row:
     """Mean, interval and wins of paired differences, one for each seed."""
     differences = [round(difference, 12) for difference in differences]  # equal means may differ by rounding
     count = len(differences)
-    low, high = interval(study, differences)
     notes = {
         0: "no seed is done in both: nothing to compare",
         1: "one seed only: no interval and no test, the difference may be chance",
@@ -186,9 +187,7 @@ def comparison(study: Study, differences: list[float]) -> Row:
     }
     return {
         "seeds": count,
-        "difference": mean(differences),
-        "low": low,
-        "high": high,
+        **with_interval(study, "difference", differences),
         "p": sign_flip_p(differences) if count > 1 else None,
         "p_holm": None,
         "effect": effect_size(differences),
@@ -358,15 +357,10 @@ def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
 def print_end(console: Console, study: Study, results: Row) -> None:
     """Print what failed, how long the runs took, and what to do next."""
     failed = [row for row in results["runs"] if row["status"] == "failed"]
-    finished = [row["summary"] for row in results["runs"] if row["status"] == "done"]
-    seconds = sum(summary["seconds"] for summary in finished)
-    lines = [
-        f"{len(finished)} of {len(results['runs'])} runs done, {duration(seconds)} of training. Files: {study.folder}"
-    ]
-    lines += decisions(study)
-    for row in failed:
-        log = study.folder / "logs" / row["pair"] / row["variant"] / f"seed-{row['seed']}.log"
-        lines.append(f"Failed: {row['pair']}/{row['variant']}/seed-{row['seed']}, see {log}")
+    seconds = [row["summary"]["seconds"] for row in results["runs"] if row["status"] == "done"]
+    done = f"{len(seconds)} of {len(results['runs'])} runs done, {duration(sum(seconds))} of training."
+    lines = [f"{done} Files: {study.folder}", *decisions(study)]
+    lines += [f"Failed: {name_of(row)}, see {study.folder / 'logs' / name_of(row)}.log" for row in failed]
     if failed:
         lines.append(f"Try the failed ones again with: hacrl study {study.folder}")
     elif importlib.util.find_spec("plotly") is not None:  # what a report needs

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
-from rich.text import Text
 
 from hacrl.config import RunConfig
 from hacrl.config.study import StudyConfig
@@ -19,7 +18,7 @@ from hacrl.live.progress import duration
 from hacrl.processes import Child as Process
 from hacrl.processes import how_it_ended
 from hacrl.study.grid import Run, Study
-from hacrl.study.results import collect, number, read_gpu_seconds, write_results
+from hacrl.study.results import collect, number, read_gpu_seconds, say, write_results
 from hacrl.training.files import parse_lines, read_bytes
 from hacrl.training.records import METRICS
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
@@ -264,9 +263,10 @@ class Runner:
         self.write()
         where = f"on GPU {self.places.gpus[place]}" if self.places.gpus else "here"
         reason = " ".join(child.last_lines().splitlines()[-1:])
-        self.view.say(
+        say(
+            self.view.console,
             f"{name} ran out of memory as one of {child.at_once} at once. It is tried again later; from now on "
-            f"{where} there are at most {self.room[place]} at once. {reason}"
+            f"{where} there are at most {self.room[place]} at once. {reason}",
         )
 
     def write(self) -> dict[str, Any]:
@@ -331,10 +331,7 @@ class View:
         self.all = self.bars.add_task(f"{'runs':<{width}}", total=self.total, completed=done, note="")
         self.tasks: dict[str, TaskID] = {}
         if done:
-            self.say(f"{done} of {self.total} runs are done already.")
-
-    def say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+            say(console, f"{done} of {self.total} runs are done already.")
 
     def show(self, running: list[Run], steps: dict[str, int], left: float | None) -> None:
         self.left = "–" if left is None else duration(left)
@@ -350,10 +347,9 @@ class View:
         self.done = sum(row["status"] == "done" for row in results["runs"])
         summary = run.summary
         if error is not None or summary is None:
-            self.say(f"{run.name} failed after {duration(seconds)}:")
-            for line in (error or "").splitlines():
-                self.say(f"    {line}")
+            lines = [f"    {line}" for line in (error or "").splitlines()]
+            say(self.console, f"{run.name} failed after {duration(seconds)}:", *lines)
             return
         finals = [(name, agent.get(results["metric"])) for name, agent in summary["agents"].items()]
         accuracies = ", ".join(f"{name} {number(value)}" for name, value in finals)
-        self.say(f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")
+        say(self.console, f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")
