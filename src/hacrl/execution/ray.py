@@ -33,7 +33,7 @@ except ImportError:
     raise UserError("execution: ray needs the package ray. Install it with `pip install 'hacrl[ray]'`.") from None
 
 from hacrl.execution import private_ray
-from hacrl.execution.ray_process import CHUNK, AgentProcess, Reply, SamplerProcess, answer_of
+from hacrl.execution.ray_process import CHUNK, AgentProcess, Key, Reply, SamplerProcess, answer_of
 
 LOST = (
     exceptions.RayActorError,
@@ -335,21 +335,16 @@ def written(amounts: dict[str, float]) -> str:
 
 def packed_lessons(lessons: Sequence[Lesson]) -> list[tuple[Any, ...]]:
     """Arguments of `AgentProcess.learn`, with rollouts as references to one stored object for each source."""
-    parts: dict[int, list[Rollout]] = {}
-    places: dict[int, int] = {}
-    for lesson in lessons:
-        for rollout in lesson.rollouts:
-            if id(rollout) not in places:
-                part = parts.setdefault(rollout.source, [])
-                places[id(rollout)] = len(part)
-                part.append(rollout)
+    keys = [[(r.source, r.prompt_index, r.index) for r in lesson.rollouts] for lesson in lessons]
+    parts: defaultdict[int, dict[Key, Rollout]] = defaultdict(dict)
+    for own, lesson in zip(keys, lessons, strict=True):
+        for key, rollout in zip(own, lesson.rollouts, strict=True):
+            parts[rollout.source][key] = rollout
     references = {source: ray.put(part) for source, part in parts.items()}
-    packed = []
-    for lesson in lessons:
-        used = sorted({rollout.source for rollout in lesson.rollouts})
-        rows = [(used.index(rollout.source), places[id(rollout)]) for rollout in lesson.rollouts]
-        packed.append((replace(lesson, rollouts=[]), rows, *(references[source] for source in used)))
-    return packed
+    return [
+        (replace(lesson, rollouts=[]), own, *(references[source] for source in {source for source, _, _ in own}))
+        for own, lesson in zip(keys, lessons, strict=True)
+    ]
 
 
 def reason(error: Exception) -> str:

@@ -26,6 +26,8 @@ from hacrl.rollouts.rollout import Rollout
 
 CHUNK = 64 * 2**20
 """Bytes of a checkpoint that are sent at once."""
+Key = tuple[int, int, int]
+"""What identifies a rollout within its step: its source, its prompt's position and its number."""
 
 
 @dataclass
@@ -86,9 +88,10 @@ class AgentProcess:
     def call(self, name: str, *args: Any) -> Reply:
         return self._reply(lambda: self.member.ask(self.agent, name, *args))
 
-    def learn(self, lesson: Lesson, rows: list[tuple[int, int]], *parts: list[Rollout]) -> Reply:
-        """Learn from a lesson; `rows` gives each of its rollouts as (index of the part, index in that part)."""
-        return self.call("learn", replace(lesson, rollouts=[parts[part][place] for part, place in rows]))
+    def learn(self, lesson: Lesson, keys: list[Key], *parts: dict[Key, Rollout]) -> Reply:
+        """Learn from a lesson whose rollouts, in the order of `keys`, are in `parts`."""
+        known = {key: rollout for part in parts for key, rollout in part.items()}
+        return self.call("learn", replace(lesson, rollouts=[known[key] for key in keys]))
 
     def save(self, folder: str | None) -> Reply:
         """Save the agent into this folder; without a folder, into temporary files that `read` returns."""
