@@ -28,7 +28,7 @@ def build(**changes: Any) -> Study:
 
 
 def only(study: Study, pair: str, variant: str) -> RunConfig:
-    return study.group(pair, variant)[0].config
+    return study.groups[pair, variant][0].config
 
 
 def names(runs: list[Run]) -> list[str]:
@@ -50,14 +50,14 @@ def test_the_grid_is_complete_and_ordered_by_seed() -> None:
 
 def test_x2_doubles_everybodys_rollouts_and_so_the_updates() -> None:
     study = build(algorithms=["gspo", "gspo_x2", "hacpo", "hacpo_x3"])
-    plain, doubled = study.group("main", "gspo")[0], study.group("main", "gspo_x2")[0]
+    plain, doubled = study.groups["main", "gspo"][0], study.groups["main", "gspo_x2"][0]
     assert [agent.num_generations for agent in plain.config.agents] == [4, 6]
     assert [agent.num_generations for agent in doubled.config.agents] == [8, 12]
     assert doubled.config.algorithm.name == "gspo"
     assert plain.updates == {"a": 5 * 1, "b": 5 * 2}  # 8 prompts x 4 / 32, and x 6: 1.5, rounded
     assert doubled.updates == {"a": 5 * 2, "b": 5 * 3}
     assert plain.rollouts_used == {"a": 160, "b": 240}
-    together = study.group("main", "hacpo")[0]
+    together = study.groups["main", "hacpo"][0]
     assert together.rollouts_used == {"a": 400, "b": 400}
     assert [agent.num_generations for agent in only(study, "main", "hacpo_x3").agents] == [12, 18]
 
@@ -192,7 +192,7 @@ def test_bundled_studies_are_possible_and_small(name: str) -> None:
     study = Study.build(StudyConfig.load(name))
     assert study.config.name == name
     assert all(run.config.max_steps <= 40 for run in study.runs)
-    alone, together = study.group("state", "gspo")[0], study.group("state", "hacpo_robust")[0]
+    alone, together = study.groups["state", "gspo"][0], study.groups["state", "hacpo_robust"][0]
     assert alone.config.rollouts_per_step == together.config.rollouts_per_step
 
 
@@ -202,7 +202,7 @@ def test_the_zoo_study_has_what_it_promises() -> None:
     assert {"gspo", "gspo_x2", "naive", "hacpo"} <= set(study.variants)
     assert study.baseline == "gspo"
     assert len(study.config.seeds) >= 3
-    assert study.group("gap", "gspo_x2")[0].updates == study.group("gap", "hacpo")[0].updates
+    assert study.groups["gap", "gspo_x2"][0].updates == study.groups["gap", "hacpo"][0].updates
 
 
 @pytest.mark.parametrize(

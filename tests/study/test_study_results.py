@@ -221,7 +221,7 @@ def test_over_all_pairs(tmp_path: Path) -> None:
     """The mean over the agents of all pairs, of the seeds that are done in all of them."""
     study = make(tmp_path, teams={"one": {}, "two": {}})
     finish(study)
-    (study.group("two", "gspo")[0].folder.path / "summary.json").unlink()
+    (study.groups["two", "gspo"][0].folder.path / "summary.json").unlink()
     found = collect(study, {}, {})
     overall = row(found["comparisons"], pair="all", agent="all")
     assert overall["seeds"] == 2

@@ -247,7 +247,7 @@ def test_room_is_counted_by_gpu(tmp_path: Path) -> None:
     jobs = []
     while (job := runner.free_job()) is not None:
         jobs.append(job)
-        runner.children.append(Child(study.runs[0], None, job, tmp_path, 0, 0.0, 0))  # type: ignore[arg-type]
+        runner.children.append(Child(study.runs[0], 0, job, tmp_path, 0, 0.0, 0))
     assert jobs == [0, 1, 3]
 
 
@@ -271,16 +271,14 @@ def test_the_time_left_counts_what_was_done_since_the_study_was_called(tmp_path:
     runner = Runner(study, Places(jobs=1, threads=1, gpus=[]), Console(file=io.StringIO()))
     continued = runner.waiting.pop(0)
     (tmp_path / "log").touch()
-    process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
-    process.wait()
-    runner.children = [Child(continued, process, 0, tmp_path / "log", 0, time.monotonic() - 10, first_step=4)]
+    runner.children = [Child(continued, 0, 0, tmp_path / "log", 0, time.monotonic() - 10, first_step=4)]
     continued.folder.path.mkdir(parents=True)
     continued.folder.append_metrics({"step": 3})
     assert runner.last_steps() == {continued.name: 3}  # its newest checkpoint
     agents = {agent.id: {"start_accuracy": 0.5, "final_accuracy": 0.5} for agent in continued.config.agents}
     done = {"steps": 4, "seconds": 10.0, "rollouts": 1, "tokens": 1, "tokens_trained": 1, "updates": 1}
     continued.folder.write_summary({**done, "agents": agents})
-    runner.end(runner.children[0])
+    runner.end(runner.children[0], 0)
     assert runner.time_left({}) == pytest.approx(40, rel=0.01)  # one of four steps took 10 s
 
 

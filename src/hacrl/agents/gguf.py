@@ -8,7 +8,6 @@ import importlib.util
 import shutil
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -47,15 +46,14 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
         file = Path(scratch) / "source" / "model.gguf"
         file.parent.mkdir()
         _place(found, file)
-        metadata, tokenizer, model = _read(source, file, dtype)
-        repairs = _repair_tokenizer(tokenizer, metadata)
+        said, tokenizer, model = _read(source, file, dtype)
+        repairs = _repair_tokenizer(tokenizer, said)
         size_by_address = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
-        if unused := max(0, metadata.size - sum(size_by_address.values())):
-            repairs.append(f"caution: transformers has no use for {unused:,} of its {metadata.size:,} weights")
-        eos_ids = [tokenizer.eos_token_id]
-        if metadata.eos_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):
-            eos_ids.append(metadata.eos_id)  # a base model with a chat template may still end with this token
-        _save(model, tokenizer, eos_ids, Path(scratch) / "saved")
+        if (unused := said["size"] - sum(size_by_address.values())) > 0:
+            repairs.append(f"caution: transformers has no use for {unused:,} of its {said['size']:,} weights")
+        _set_special_tokens(model, tokenizer, said.get("eos_token_id"))
+        model.save_pretrained(Path(scratch) / "saved")
+        tokenizer.save_pretrained(Path(scratch) / "saved")
         (Path(scratch) / "saved").rename(folder)
     return repairs
 
@@ -108,44 +106,27 @@ def _only_gguf(names: Iterable[str], where: str) -> str:
 # --- reading it ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """What a GGUF file says about its tokenizer, its positions and its size."""
-
-    eos_id: int | None
-    pad_id: int | None
-    add_bos: bool | None
-    pre_tokenizer: str | None
-    scaled_positions: bool
-    size: int
-    """Number of weights in the file, without the frequencies of positions."""
-
-
-def _read_metadata(file: Path) -> Metadata:
+def _read_metadata(file: Path) -> dict[str, Any]:
+    """What a GGUF file says about its tokenizer; whether it has `scaled_positions`; and its `size`, the number of its
+    weights without the frequencies of positions."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
     values = {key: field.contents() for key, field in reader.fields.items() if len(field.data) == 1}
-    scaling = values.get(f"{values.get('general.architecture')}.rope.scaling.type")
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
-    factors = [name for name in sizes if name.startswith(("rope_freqs", "rope_factors"))]
-    return Metadata(
-        eos_id=values.get("tokenizer.ggml.eos_token_id"),
-        pad_id=values.get("tokenizer.ggml.padding_token_id"),
-        add_bos=values.get("tokenizer.ggml.add_bos_token"),
-        pre_tokenizer=values.get("tokenizer.ggml.pre"),
-        scaled_positions=scaling not in (None, "none") or bool(factors),
-        size=sum(sizes.values()) - sum(sizes[name] for name in factors),
-    )
+    factors = [sizes.pop(name) for name in [*sizes] if name.startswith(("rope_freqs", "rope_factors"))]
+    scaling = values.get(f"{values.get('general.architecture')}.rope.scaling.type", "none")
+    said = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
+    return {**said, "scaled_positions": scaling != "none" or bool(factors), "size": sum(sizes.values())}
 
 
-def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTrainedTokenizerBase, Any]:
+def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[dict[str, Any], PreTrainedTokenizerBase, Any]:
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
-        metadata = _read_metadata(file)
+        said = _read_metadata(file)
         config = AutoConfig.from_pretrained(**place)
         tokenizer = AutoTokenizer.from_pretrained(**place, config=config)
-        if problem := _misread(metadata, config, tokenizer):
+        if problem := _misread(said, config, tokenizer):
             raise UserError(f"{source} cannot be imported: {problem}")
         dequantize = GgufConfig(dequantize=True)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -158,17 +139,17 @@ def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTra
         raise UserError(f"{source} could not be read by transformers: {reason}") from None
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"{source} lacks {len(missing)} weights of the model, the first is {missing[0]}.")
-    return metadata, tokenizer, model
+    return said, tokenizer, model
 
 
-def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _misread(said: dict[str, Any], config: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Say why transformers would read another model than the file's; None if it reads the file correctly."""
     size = max(tokenizer.get_vocab().values()) + 1
     if size > config.vocab_size:
         return f"transformers makes a tokenizer of {size:,} tokens of it, but the model has {config.vocab_size:,}."
     rope = config.to_dict().get("rope_parameters") or {}
     kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if metadata.scaled_positions and kinds <= {"default"}:
+    if said["scaled_positions"] and kinds <= {"default"}:
         return "it scales its position embeddings, which transformers does not read from GGUF files of this kind."
     return None
 
@@ -176,10 +157,10 @@ def _misread(metadata: Metadata, config: Any, tokenizer: PreTrainedTokenizerBase
 # --- repairing and saving --------------------------------------------------------------------------
 
 
-def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> list[str]:
+def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, said: dict[str, Any]) -> list[str]:
     """Make the tokenizer follow the metadata and the chat template; return a phrase for each change."""
     repairs = []
-    backend, pre_tokenizer = tokenizer.backend_tokenizer, metadata.pre_tokenizer
+    backend, pre_tokenizer = tokenizer.backend_tokenizer, said.get("pre")
     if isinstance(backend.pre_tokenizer, ByteLevel) and pre_tokenizer not in SPLIT_LIKE_GPT2:
         if pre_tokenizer in SPLIT_DIGITS:
             backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
@@ -187,15 +168,16 @@ def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) ->
         else:
             name = pre_tokenizer or "without a name"
             repairs.append(f"caution: its pre-tokenizer {name} is not known; text is split as GPT-2 does")
-    if metadata.add_bos is not None and tokenizer.bos_token is not None:
-        adds_bos = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
-        if adds_bos != metadata.add_bos:
-            tokenizer.add_bos_token = metadata.add_bos
-            repairs.append(f"text {'now' if metadata.add_bos else 'no longer'} starts with {tokenizer.bos_token}")
-    end = _end_of_turn(tokenizer, metadata)
+    adds_bos = said.get("add_bos_token")
+    if None not in (adds_bos, tokenizer.bos_token) and adds_bos != (
+        tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+    ):
+        tokenizer.add_bos_token = adds_bos
+        repairs.append(f"text {'now' if adds_bos else 'no longer'} starts with {tokenizer.bos_token}")
+    end = _end_of_turn(tokenizer, said.get("eos_token_id"))
     # Padding must not be the end of turn: a trainer that masks padding would never teach the end.
     named = [token_id for token_id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
-    candidates = [metadata.pad_id, *named, tokenizer.unk_token_id, metadata.eos_id]
+    candidates = [said.get("padding_token_id"), *named, tokenizer.unk_token_id, said.get("eos_token_id")]
     pad = next((token for token in candidates if token not in (None, end)), end)
     for name, token_id in (("eos_token", end), ("pad_token", pad)):
         old, new = getattr(tokenizer, name), tokenizer.convert_ids_to_tokens(token_id)
@@ -206,7 +188,7 @@ def _repair_tokenizer(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) ->
     return repairs
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, eos_id: int | None) -> int:
     """The first special token after an assistant's words in the chat template; else the file's own eos token."""
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     ids: list[int] = []
@@ -215,25 +197,22 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
             ids = [token for token in closing_ids(tokenizer, "The file") if token in special]
         except UserError as error:
             raise UserError(f"The chat template of the file does not work: {error.__cause__}.") from None
-    if metadata.eos_id is not None:
-        ids.append(metadata.eos_id)
+    if eos_id is not None:
+        ids.append(eos_id)
     if not ids:
         raise UserError("The file names no end-of-turn token, neither in its metadata nor in a chat template.")
     return ids[0]
 
 
-def _save(model: Any, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], folder: Path) -> None:
-    config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+def _set_special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, eos_id: int | None) -> None:
+    """Make the configs of the model follow the tokenizer."""
+    eos_ids = [tokenizer.eos_token_id]
+    if eos_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id):
+        eos_ids.append(eos_id)  # a base model with a chat template may still end with this token
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    # transformers refuses to save a model that was read from GGUF, so its weights move to a new model.
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(config | special), dtype=model.dtype)
-    plain.load_state_dict(model.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = GenerationConfig(**special)
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.config.update(special)
+    model.generation_config = GenerationConfig(**special)

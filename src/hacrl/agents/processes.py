@@ -5,15 +5,14 @@
 
 import logging
 import os
-import pickle
-import subprocess
 import sys
 import tempfile
 import traceback
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig
 from hacrl.errors import TrainingDiverged, UserError
 from hacrl.learners.ranks import ALONE, join_ranks
+from hacrl.processes import Child, end_with_parent, hear, tell
 from hacrl.rollouts.vllm import Sampler
 
 SHARED = ("sample", "answer")
@@ -72,23 +72,16 @@ class ShardedAgent:
         self.config, self.index = config, index
         self.device = torch.device("cpu")  # where this process does its part of the work
         self.folder = tempfile.TemporaryDirectory(prefix="hacrl-")
-        threads = str(max(torch.get_num_threads() // config.fsdp, 1))
+        threads = max(torch.get_num_threads() // config.fsdp, 1)
         first = resolve_device(config.device)
-        self.ranks: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Child] = []
         self.end = weakref.finalize(self, end_all, self.processes)
         for rank in range(config.fsdp):
-            here, there = Pipe()
-            start = "from hacrl.agents.processes import main; main()"
-            command = [sys.executable, "-c", start, str(there.fileno())]
-            environment = os.environ | {"OMP_NUM_THREADS": threads}
-            pass_fds = [there.fileno()]
-            self.processes.append(subprocess.Popen(command, pass_fds=pass_fds, env=environment, start_new_session=True))
-            there.close()
+            self.processes.append(Child(__name__, threads=threads))
             device = f"cuda:{(first.index or 0) + rank}" if first.type == "cuda" else "cpu"
             own = config.model_copy(update={"device": device})
-            tell(here, Member(own, index, algorithm, seed, trace, rank, f"file://{self.folder.name}/meeting"))
-            self.ranks.append(here)
+            meeting_point = f"file://{self.folder.name}/meeting"
+            tell(self.processes[-1].connection, Member(own, index, algorithm, seed, trace, rank, meeting_point))
         self._answers()  # wait until all ranks have loaded the model
 
     def __getattr__(self, name: str) -> Any:
@@ -98,15 +91,16 @@ class ShardedAgent:
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any) -> Any:
-        for connection in self.ranks:
-            tell(connection, (name, args))
+        for process in self.processes:
+            tell(process.connection, (name, args))
         return joined(name, self._answers())
 
     def _answers(self) -> list[Any]:
         """Wait for an answer from each rank. The first error ends all: others may be waiting for the failed one."""
+        connections = [process.connection for process in self.processes]
         answers: dict[Connection, Any] = {}
-        while len(answers) < len(self.ranks):
-            for ready in wait([connection for connection in self.ranks if connection not in answers]):
+        while len(answers) < len(connections):
+            for ready in wait([connection for connection in connections if connection not in answers]):
                 assert isinstance(ready, Connection)
                 try:
                     answers[ready] = hear(ready)
@@ -115,21 +109,12 @@ class ShardedAgent:
                 if isinstance(answers[ready], Exception):
                     self.end()
                     raise answers[ready]
-        return [answers[connection] for connection in self.ranks]
+        return [answers[connection] for connection in connections]
 
 
-def tell(connection: Connection, what: Any) -> None:
-    connection.send_bytes(pickle.dumps(what))  # send() would share tensor memory, which needs both processes
-
-
-def hear(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
-
-
-def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+def end_all(processes: Sequence[Child]) -> None:
     for process in processes:
-        process.kill()
-        process.wait()
+        process.end()
 
 
 def serve(connection: Connection) -> None:
@@ -143,6 +128,7 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
+    end_with_parent()
     connection = Connection(int(sys.argv[1]))
     try:
         serve(connection)
@@ -153,3 +139,7 @@ def main() -> None:
     except Exception:
         tell(connection, RuntimeError(traceback.format_exc()))
     os._exit(0)  # does not wait for ranks that may never come
+
+
+if __name__ == "__main__":
+    main()

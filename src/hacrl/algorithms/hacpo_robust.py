@@ -8,8 +8,8 @@ A learner uses a foreign rollout if its reward is above the learner's own mean o
 
 There is no band: a right answer that the learner finds unlikely counts less, by s, but is never discarded. Wrong
 foreign answers are never used. Weights are at most 1. Own rollouts are treated exactly as in GSPO. The terms of a
-source depend only on that source and the learner, so a source without right answers adds exactly 0. After the last step each agent fine-tunes on everybody's right answers
-(`imitation`). Theory: docs/algorithm.md, section 18.
+source depend only on that source and the learner, so a source without right answers adds exactly 0. After the last
+step each agent fine-tunes on everybody's right answers (`imitation`). Theory: docs/algorithm.md, section 18.
 """
 
 from dataclasses import dataclass, field, replace

@@ -30,7 +30,7 @@ NOT_COMPARED: dict[str, Any] = {
 TITLES = {
     "gspo": "Alone: GSPO, each agent learns from its own rollouts",
     "hacpo": "Together: HACPO as published, each agent learns from the rollouts of both",
-    "hacpo_robust": "Together: robust HACPO, each agent also learns what the other got right",
+    "hacpo_robust": "Together: robust HACPO, each agent learns what both got right, also once more at the end",
 }
 
 

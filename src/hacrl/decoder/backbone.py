@@ -17,16 +17,11 @@ from hacrl.decoder.layers import LeanLayers
 from hacrl.decoder.packing import Packed
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
 def checkpointed_layers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
     """A forward for each checkpointable layer that computes activations again in the backward pass."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    return {layer: partial(_checkpointed, layer.forward) for layer in layers}
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return {layer: partial(again, layer.forward) for layer in layers}
 
 
 class CannotDrive(Exception):

@@ -3,8 +3,11 @@
 `hacrl.decoder.scoring` is tested against this module, which also runs where the fast one cannot: see `fast`.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from hacrl.decoder.packing import Texts
 from hacrl.decoder.scoring import TokenLogprobs
@@ -12,11 +15,9 @@ from hacrl.decoder.scoring import TokenLogprobs
 
 def pad(texts: Texts, pad_id: int, device: torch.device, left: bool) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, padded on the left so that all texts end together, or on the right."""
-    length = max(map(len, texts))
-    ids, mask = torch.full((len(texts), length), pad_id), torch.zeros(len(texts), length, dtype=torch.long)
-    for row, text in enumerate(texts):
-        place = slice(length - len(text), length) if left else slice(len(text))
-        ids[row, place], mask[row, place] = torch.tensor(text, dtype=torch.long), 1
+    rows = [torch.tensor(text, dtype=torch.long) for text in texts]
+    whole = partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
+    ids, mask = whole(rows, padding_value=pad_id), whole([torch.ones_like(row) for row in rows])
     return ids.to(device), mask.to(device)
 
 

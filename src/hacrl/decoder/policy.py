@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.5
 """Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
 
 
-def free_memory(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """Bytes of memory that are free now; 4e9 on systems that do not report it."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -100,7 +100,7 @@ class Policy:
     def choose_batch_tokens(self) -> int:
         """Choose the tokens of one pass from the memory free now; switches on checkpointing if it is needed."""
         device = next(self.model.parameters()).device
-        most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_memory(device)
+        most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_bytes(device)
         # The first update allocates Adam's moments, and the gradient of own rollouts is kept for a while.
         free -= 12 * sum(local(parameter).numel() for parameter in self.model.parameters() if parameter.requires_grad)
         longest = self.config.max_prompt_length + self.config.max_completion_length

@@ -43,10 +43,6 @@ class LocalExecutor(Executor):
         self.threads = THREADS // self.workers
         use_threads(self.threads)
 
-    def check_prompts(self, problems: Sequence[Problem]) -> None:
-        for agent in self.agents:
-            agent.check_prompts(problems)
-
     def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
         def work(agent: AnyAgent) -> Timed[Any]:
             own = () if each is None else (each[agent.index],)

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ except ImportError:
     raise UserError("execution: ray needs the package ray. Install it with `pip install 'hacrl[ray]'`.") from None
 
 from hacrl.execution import private_ray
-from hacrl.execution.ray_process import CHUNK, AgentProcess, Reply, SamplerProcess, answer_of
+from hacrl.execution.ray_process import CHUNK, AgentProcess, Key, Reply, SamplerProcess, answer_of
 
 LOST = (
     exceptions.RayActorError,
@@ -76,15 +77,8 @@ class RayExecutor(Executor):
             for worker in self.workers:
                 worker.place = self._get(worker, worker.actor.place.remote())
             self.node = ray.get_runtime_context().get_node_id()
-            meeting_points = {w.agent: self._meeting_point(w) for w in self.workers if w.rank == 0}
-            self._each(
-                "open",
-                lambda worker: (
-                    __version__,
-                    self._member(worker, meeting_points[worker.agent]),
-                    self.samplers[worker.agent],
-                ),
-            )
+            points = {w.agent: self._meeting_point(w) for w in self.workers if w.rank == 0}
+            self._each("open", lambda w: (__version__, self._member(w, points[w.agent]), self.samplers[w.agent]))
         except BaseException:
             self.close()
             raise
@@ -163,16 +157,13 @@ class RayExecutor(Executor):
         return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
 
     def _member(self, worker: Worker, meeting_point: str) -> Member:
-        config = self.config
-        common = (config.algorithm, config.seed, config.trace)
+        common = (self.config.algorithm, self.config.seed, self.config.trace)
         return Member(self.agents[worker.agent], worker.agent, *common, worker.rank, meeting_point)
 
     def _wanted(self) -> dict[str, float]:
-        wanted: dict[str, float] = {}
-        for agent in self.agents:
-            for process in bundles(agent):
-                for name, amount in process.items():
-                    wanted[name] = wanted.get(name, 0.0) + amount
+        wanted: defaultdict[str, float] = defaultdict(float)
+        for name, amount in (item for agent in self.agents for process in bundles(agent) for item in process.items()):
+            wanted[name] += amount
         return wanted
 
     def _lacks(self) -> bool:
@@ -203,9 +194,7 @@ class RayExecutor(Executor):
     def ask(self, call: str, *common: Any, each: Sequence[Any] | None = None) -> list[Timed[Any]]:
         shared = [ray.put(value) if isinstance(value, list) else value for value in common]
         own = [()] * len(self.ids) if each is None else [(ray.put(value),) for value in each]
-        return self._gather(
-            call, [worker.actor.call.remote(call, *shared, *own[worker.agent]) for worker in self.workers]
-        )
+        return self._gather(call, [w.actor.call.remote(call, *shared, *own[w.agent]) for w in self.workers])
 
     def learn(self, lessons: Sequence[Lesson]) -> list[Timed[LearnResult]]:
         packed = packed_lessons(lessons)
@@ -346,21 +335,16 @@ def written(amounts: dict[str, float]) -> str:
 
 def packed_lessons(lessons: Sequence[Lesson]) -> list[tuple[Any, ...]]:
     """Arguments of `AgentProcess.learn`, with rollouts as references to one stored object for each source."""
-    parts: dict[int, list[Rollout]] = {}
-    places: dict[int, int] = {}
-    for lesson in lessons:
-        for rollout in lesson.rollouts:
-            if id(rollout) not in places:
-                part = parts.setdefault(rollout.source, [])
-                places[id(rollout)] = len(part)
-                part.append(rollout)
+    keys = [[(r.source, r.prompt_index, r.index) for r in lesson.rollouts] for lesson in lessons]
+    parts: defaultdict[int, dict[Key, Rollout]] = defaultdict(dict)
+    for own, lesson in zip(keys, lessons, strict=True):
+        for key, rollout in zip(own, lesson.rollouts, strict=True):
+            parts[rollout.source][key] = rollout
     references = {source: ray.put(part) for source, part in parts.items()}
-    packed = []
-    for lesson in lessons:
-        used = sorted({rollout.source for rollout in lesson.rollouts})
-        rows = [(used.index(rollout.source), places[id(rollout)]) for rollout in lesson.rollouts]
-        packed.append((replace(lesson, rollouts=[]), rows, *(references[source] for source in used)))
-    return packed
+    return [
+        (replace(lesson, rollouts=[]), own, *(references[source] for source in {source for source, _, _ in own}))
+        for own, lesson in zip(keys, lessons, strict=True)
+    ]
 
 
 def reason(error: Exception) -> str:

@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from hacrl.errors import UserError
 from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
 from hacrl.learners.lesson import Lesson
-from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.rollout import Rollout
-from hacrl.rollouts.vllm import Sums, Tokens
 
 CHUNK = 64 * 2**20
 """Bytes of a checkpoint that are sent at once."""
+Key = tuple[int, int, int]
+"""What identifies a rollout within its step: its source, its prompt's position and its number."""
 
 
 @dataclass
@@ -81,15 +81,17 @@ class AgentProcess:
                 "Install the same on all."
             )
         self.member = member
-        self.agent = member.agent(None if sampler is None else RemoteSampler(sampler, member.config))
+        remote: Any = None if sampler is None else RemoteSampler(sampler, member.config)
+        self.agent = member.agent(remote)
         return self._reply(lambda: None)
 
     def call(self, name: str, *args: Any) -> Reply:
         return self._reply(lambda: self.member.ask(self.agent, name, *args))
 
-    def learn(self, lesson: Lesson, rows: list[tuple[int, int]], *parts: list[Rollout]) -> Reply:
-        """Learn from a lesson; `rows` gives each of its rollouts as (index of the part, index in that part)."""
-        return self.call("learn", replace(lesson, rollouts=[parts[part][place] for part, place in rows]))
+    def learn(self, lesson: Lesson, keys: list[Key], *parts: dict[Key, Rollout]) -> Reply:
+        """Learn from a lesson whose rollouts, in the order of `keys`, are in `parts`."""
+        known = {key: rollout for part in parts for key, rollout in part.items()}
+        return self.call("learn", replace(lesson, rollouts=[known[key] for key in keys]))
 
     def save(self, folder: str | None) -> Reply:
         """Save the agent into this folder; without a folder, into temporary files that `read` returns."""
@@ -147,7 +149,7 @@ class SamplerProcess:
 
 
 class RemoteSampler:
-    """Proxy in the agent's process that forwards calls to a `SamplerProcess`."""
+    """Proxy in the agent's process that forwards calls of a `Sampler` to a `SamplerProcess`."""
 
     def __init__(self, actor: Any, config: AgentConfig) -> None:
         self.actor = actor
@@ -159,19 +161,8 @@ class RemoteSampler:
         by_name = {name: copies[w.data_ptr(), w.shape] for name, w in weights.items()}
         answer_of(self.actor.ask.remote("reload", by_name))
 
-    def checksums(self) -> Sums:
-        sums: Sums = answer_of(self.actor.ask.remote("checksums"))
-        return sums
-
-    def logprobs(self, ids: list[int]) -> list[float]:
-        logprobs: list[float] = answer_of(self.actor.ask.remote("logprobs", ids))
-        return logprobs
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, stop_ids: list[int], seed: int
-    ) -> list[list[Tokens]]:
-        groups: list[list[Tokens]] = answer_of(self.actor.ask.remote("generate", prompts, params, stop_ids, seed))
-        return groups
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: answer_of(self.actor.ask.remote(name, *args))
 
 
 def answer_of(asked: Any) -> Any:

@@ -39,6 +39,8 @@ CUMULATIVE = ("num_rollouts", "num_updates", "elapsed", "step")
 PHASES = {"sampling": ["time/sample"], "learning": ["time/score", "time/learn"], "evaluating": ["time/eval"]}
 BACKWARD = ("tokens_trained", "imitation/tokens")
 FORWARD = ("tokens_forward", "tokens_scored", "imitation/tokens")
+EVALUATION = ("step", "rollouts", "updates", "seconds", "accuracy")
+"""What is told of each evaluation."""
 SHOWN_PARTS = 4
 """How many parts of a mixture a title names."""
 CONFIG = {"algorithm": {"name": str}, "agents?": list, "task?": object}
@@ -185,30 +187,26 @@ def evaluations(ids: Sequence[str], lines: Sequence[Data]) -> Data:
     found: Data = {}
     for agent in ids:
         rows = [
-            {
-                "step": line["step"],
-                "rollouts": added(line.get(f"{other}/num_rollouts") for other in ids) or 0,
-                "updates": line.get(f"{agent}/num_updates") or 0,
-                "seconds": seconds,
-                "accuracy": line[f"{agent}/eval_accuracy"],
-            }
+            (
+                line["step"],
+                added(line.get(f"{other}/num_rollouts") for other in ids) or 0,
+                line.get(f"{agent}/num_updates") or 0,
+                seconds,
+                line[f"{agent}/eval_accuracy"],
+            )
             for line, seconds in zip(lines, elapsed(lines), strict=True)
             if line.get(f"{agent}/eval_accuracy") is not None
         ]
-        rows = [rows[i] for i in spread(len(rows), STUDY_POINTS)]
-        found[agent] = {name: [rounded(row[name]) for row in rows] for name in rows[0]} if rows else None
+        columns = zip(*(rows[i] for i in spread(len(rows), STUDY_POINTS)), strict=True)
+        found[agent] = {name: [*map(rounded, own)] for name, own in zip(EVALUATION, columns, strict=False)} or None
     return found
 
 
 def step_series(ids: Sequence[str], steps: Sequence[Data], overlap: bool) -> dict[str, list[float | None]]:
     """The curves of a run, a value for each step; those without any value are left out."""
+    names = [*AGENT_SERIES, *(f"from_{source}/{name}" for source in ids for name in PAIR_SERIES)]
     series: dict[str, list[float | None]] = {"step": column(steps, "step"), "elapsed": [*elapsed(steps)]}
-    for learner in ids:
-        for name in AGENT_SERIES:
-            series[f"{learner}/{name}"] = column(steps, f"{learner}/{name}")
-        for source in ids:
-            for name in PAIR_SERIES:
-                series[f"{learner}/from_{source}/{name}"] = column(steps, f"{learner}/from_{source}/{name}")
+    series |= {f"{agent}/{name}": column(steps, f"{agent}/{name}") for agent in ids for name in names}
     series |= {f"phase/{name}": [*values] for name, values in phase_seconds(ids, steps, overlap).items()}
     series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, steps).items()}
     return {name: values for name, values in series.items() if any(value is not None for value in values)}
@@ -350,13 +348,10 @@ def study_curves(runs: Sequence[Data]) -> list[Data]:
             steps = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
             if not steps:
                 continue
-            # Columns of `evaluations`: step, rollouts, updates, seconds, accuracy.
             cube = np.array([[table[step] for step in steps] for table in tables], dtype=float)
-            mean = cube.mean(axis=0)
+            shown = dict(zip((*EVALUATION[:-1], "mean"), cube.mean(axis=0).T, strict=True))
+            shown |= {"low": cube[:, :, -1].min(axis=0), "high": cube[:, :, -1].max(axis=0)}
             curve: Data = {"pair": pair, "variant": variant, "agent": agent, "seeds": len(tables)}
-            for i, name in enumerate(("step", "rollouts", "updates", "seconds", "mean")):
-                curve[name] = [rounded(float(value)) for value in mean[:, i]]
-            curve["low"] = [rounded(float(value)) for value in cube[:, :, 4].min(axis=0)]
-            curve["high"] = [rounded(float(value)) for value in cube[:, :, 4].max(axis=0)]
+            curve |= {name: [*map(rounded, column.tolist())] for name, column in shown.items()}
             curves.append(curve)
     return curves

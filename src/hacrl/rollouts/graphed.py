@@ -79,12 +79,12 @@ class GraphedEngine(NativeEngine):
         self.run_before: set[tuple[object, ...]] = set()
 
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
-        T, N, P, device = params.max_completion_length, len(batch.row_N), len(batch.prompts), self.backbone.device
-        B, room_P, room_L = bucket(N), bucket(P), -(-batch.L // 32) * 32
+        T, N, (P, L), device = params.max_completion_length, len(batch.row_N), batch.ids_PL.shape, self.backbone.device
+        B, room_P, room_L = bucket(N), bucket(P), -(-L // 32) * 32
         board = self._board(room_P, room_L, B, T)
-        board.ids_PL[:P, : batch.L] = batch.ids_PL.to(device)
+        board.ids_PL[:P, :L] = batch.ids_PL.to(device)
         board.length_P.fill_(1)
-        board.length_P[:P] = torch.tensor([len(prompt) for prompt in batch.prompts]).to(device)
+        board.length_P[:P] = batch.length_P.to(device)
         board.row_N[:N] = torch.tensor(batch.row_N).to(device)
         board.seed.fill_(seed * 0x9E3779B97F4A7C15 % 2**62)
         logits_PV = self._prefill(board, room_P, room_L)

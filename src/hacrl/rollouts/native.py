@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from hacrl.decoder import Backbone
 from hacrl.decoder.attention import Decode, Prefill, SharedCache
 from hacrl.decoder.packing import Texts
+from hacrl.decoder.plain import pad
 from hacrl.rollouts.engine import SamplingParams, choose_tokens, length_at_stop, require_finite, uniform_numbers
 from hacrl.rollouts.rollout import Completion, FinishReason
 
@@ -21,7 +22,9 @@ LEAVE_SHARE = 1 / 8
 class Batch:
     """P distinct prompts and the N rows that continue them, in the order of the prompts."""
 
-    prompts: list[list[int]]
+    ids_PL: Tensor
+    """Token ids of the prompts, padded on the right. Nothing reads the padding."""
+    length_P: Tensor
     prompt_N: Tensor
     row_N: list[int]
     """The number of the requested completion that each row samples."""
@@ -30,18 +33,9 @@ class Batch:
     def of(cls, prompts: Texts, wanted: Sequence[int], G: int) -> "Batch":
         """Make a batch with G completions of each wanted prompt. A prompt that is wanted twice is read once."""
         index = {prompt: p for p, prompt in enumerate(dict.fromkeys(tuple(prompts[i]) for i in wanted))}
-        pairs = [(index[tuple(prompts[i])], i * G + g) for i in wanted for g in range(G)]
-        pairs.sort(key=lambda pair: pair[0])
-        return cls([list(prompt) for prompt in index], torch.tensor([p for p, _ in pairs]), [row for _, row in pairs])
-
-    @property
-    def L(self) -> int:
-        return max(map(len, self.prompts))
-
-    @property
-    def ids_PL(self) -> Tensor:
-        """Token ids of the prompts, padded on the right. Nothing reads the padding."""
-        return torch.tensor([prompt + [0] * (self.L - len(prompt)) for prompt in self.prompts])
+        pairs = sorted((index[tuple(prompts[i])], i * G + g) for i in wanted for g in range(G))
+        ids_PL, mask_PL = pad(list(index), 0, torch.device("cpu"), left=False)
+        return cls(ids_PL, mask_PL.sum(1), torch.tensor([p for p, _ in pairs]), [row for _, row in pairs])
 
 
 @dataclass
@@ -81,10 +75,10 @@ class NativeEngine:
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
         """Read every distinct prompt once, then decode all rows together; B of the N still run, finished rows leave."""
         N, T, device = len(batch.row_N), params.max_completion_length, self.backbone.device
-        self.cache.reserve(len(batch.prompts), batch.L, N, T)
-        length_P = torch.tensor([len(prompt) for prompt in batch.prompts], device=device)
-        logits_BV = require_finite(self._read(batch.ids_PL.to(device), length_P))[batch.prompt_N.to(device)]
-        decode = Decode(self.cache, length_P, batch.L, batch.prompt_N.to(device))
+        ids_PL, length_P, prompt_N = (x.to(device) for x in (batch.ids_PL, batch.length_P, batch.prompt_N))
+        self.cache.reserve(len(ids_PL), ids_PL.shape[1], N, T)
+        logits_BV = require_finite(self._read(ids_PL, length_P))[prompt_N]
+        decode = Decode(self.cache, length_P, ids_PL.shape[1], prompt_N)
 
         uniform_NT = uniform_numbers(batch.row_N, T, seed).to(device)
         tokens_NT = torch.zeros(N, T, dtype=torch.long, device=device)

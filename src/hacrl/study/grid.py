@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,18 +97,20 @@ class Study:
     @classmethod
     def build(cls, config: StudyConfig) -> Self:
         """List the runs of the grid; UserError unless every one is possible."""
-        runs = []
+        groups = []
         for pair, over_base in (config.teams or {"main": {}}).items():
             for variant, (algorithm, option) in config.variants.items():
                 where = f"{config.name}: {pair}/{variant}"
                 first = RunConfig.from_dict(run_settings(config, over_base, algorithm, option, where), where)
                 check_comparable(config, first, where)
-                for seed in config.seeds:
-                    folder = config.folder / "runs" / pair / variant / f"seed-{seed}"
-                    run = first.model_copy(update={"seed": seed, "output_dir": str(folder)})
-                    runs.append(Run(pair, variant, seed, run))
-        order = {seed: position for position, seed in enumerate(config.seeds)}
-        return cls(config, sorted(runs, key=lambda run: order[run.seed]))
+                groups.append((pair, variant, first))
+        runs = []
+        for seed in config.seeds:
+            for pair, variant, first in groups:
+                folder = config.folder / "runs" / pair / variant / f"seed-{seed}"
+                run = first.model_copy(update={"seed": seed, "output_dir": str(folder)})
+                runs.append(Run(pair, variant, seed, run))
+        return cls(config, runs)
 
     @property
     def folder(self) -> Path:
@@ -125,9 +128,13 @@ class Study:
     def baseline(self) -> str:
         return self.config.baseline or self.variants[0]
 
-    def group(self, pair: str, variant: str) -> list[Run]:
-        """The runs that differ in their seed alone."""
-        return [run for run in self.runs if (run.pair, run.variant) == (pair, variant)]
+    @cached_property
+    def groups(self) -> dict[tuple[str, str], list[Run]]:
+        """The runs that differ in their seed alone, by pair and variant."""
+        found: dict[tuple[str, str], list[Run]] = {}
+        for run in self.runs:
+            found.setdefault((run.pair, run.variant), []).append(run)
+        return found
 
 
 def run_settings(

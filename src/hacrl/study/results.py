@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hacrl.live.progress import duration
 from hacrl.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
-from hacrl.study.grid import Study
+from hacrl.study.grid import Run, Study
 from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import write_atomically
 
@@ -32,7 +32,7 @@ MEASURED = {
 
 
 def collect(
-    study: Study, running: dict[str, str], errors: dict[str, str], gpu_seconds: dict[str, float] | None = None
+    study: Study, running: Container[str], errors: dict[str, str], gpu_seconds: dict[str, float] | None = None
 ) -> Row:
     """Collect the results so far: runs, results and accounting of agents, comparisons with the baseline.
 
@@ -41,14 +41,13 @@ def collect(
     gpu_seconds = gpu_seconds or {}
     summaries = {run.name: run.summary for run in study.runs}
     agents, accounting = [], []
-    for pair in study.pairs:
-        for variant in study.variants:
-            group, place = study.group(pair, variant), {"pair": pair, "variant": variant}
-            finished = {run.seed: summary for run in group if (summary := summaries[run.name])}
-            agents += [{**place, **agent_row(study, agent, finished)} for agent in agent_ids(study, pair, variant)]
-            costs = {key: mean([total(summary, key) for summary in finished.values()]) for key in OF_A_RUN}
-            on_gpus = [gpu_seconds.get(run.name) for run in group if run.seed in finished]
-            accounting.append({**place, **costs, "gpu_seconds": mean(on_gpus)})
+    for (pair, variant), group in study.groups.items():
+        place = {"pair": pair, "variant": variant}
+        finished = {run.seed: summary for run in group if (summary := summaries[run.name])}
+        agents += [{**place, **agent_row(study, agent.id, finished)} for agent in group[0].config.agents]
+        costs = {key: mean([total(summary, key) for summary in finished.values()]) for key in OF_A_RUN}
+        on_gpus = [gpu_seconds.get(run.name) for run in group if run.seed in finished]
+        accounting.append({**place, **costs, "gpu_seconds": mean(on_gpus)})
     return {
         "name": study.config.name,
         "title": study.config.title,
@@ -58,38 +57,29 @@ def collect(
         "pairs": study.pairs,
         "variants": study.variants,
         "seeds": study.config.seeds,
-        "runs": run_rows(study, summaries, running, errors, gpu_seconds),
+        "runs": [
+            {
+                "pair": run.pair,
+                "variant": run.variant,
+                "seed": run.seed,
+                "dir": run.folder.path.relative_to(study.folder).as_posix(),
+                "status": (status := status_of(run, summaries[run.name], running, errors)),
+                "error": errors[run.name] if status == "failed" else None,
+                "gpu_seconds": gpu_seconds.get(run.name),
+                "summary": summaries[run.name],
+            }
+            for run in study.runs
+        ],
         "agents": agents,
         "accounting": accounting,
         "comparisons": compare(study, agents),
     }
 
 
-def run_rows(
-    study: Study,
-    summaries: dict[str, Row | None],
-    running: dict[str, str],
-    errors: dict[str, str],
-    gpu_seconds: dict[str, float],
-) -> list[Row]:
-    """The status and the summary of each run."""
-    rows = []
-    for run in study.runs:
-        done = summaries[run.name] is not None
-        status = "done" if done else "failed" if run.name in errors else running.get(run.name, "waiting")
-        rows.append(
-            {
-                "pair": run.pair,
-                "variant": run.variant,
-                "seed": run.seed,
-                "dir": run.folder.path.relative_to(study.folder).as_posix(),
-                "status": status,
-                "error": errors.get(run.name) if status == "failed" else None,
-                "gpu_seconds": gpu_seconds.get(run.name),
-                "summary": summaries[run.name],
-            }
-        )
-    return rows
+def status_of(run: Run, summary: Row | None, running: Container[str], errors: Container[str]) -> str:
+    if summary is not None:
+        return "done"
+    return "failed" if run.name in errors else "running" if run.name in running else "waiting"
 
 
 def write_results(study: Study, results: Row) -> None:
@@ -101,13 +91,13 @@ def read_gpu_seconds(study: Study) -> dict[str, float]:
     """GPU-seconds by name of the run, as earlier calls of the study wrote them down."""
     file = study.folder / "study.json"
     rows = read_study(file)["runs"] if file.exists() else []
-    found = {(row.get("pair"), row.get("variant"), row.get("seed")): row.get("gpu_seconds") for row in rows}
-    by_name = {run.name: found.get((run.pair, run.variant, run.seed)) for run in study.runs}
-    return {name: seconds for name, seconds in by_name.items() if seconds is not None}
+    found = {name_of(row): seconds for row in rows if (seconds := row.get("gpu_seconds")) is not None}
+    return {run.name: found[run.name] for run in study.runs if run.name in found}
 
 
-def agent_ids(study: Study, pair: str, variant: str) -> list[str]:
-    return [agent.id for agent in study.group(pair, variant)[0].config.agents]
+def name_of(row: Mapping[str, Any]) -> str:
+    """`Run.name` of a row of the results."""
+    return f"{row.get('pair')}/{row.get('variant')}/seed-{row.get('seed')}"
 
 
 def agent_row(study: Study, agent: str, finished: dict[int, Row]) -> Row:
@@ -116,14 +106,11 @@ def agent_row(study: Study, agent: str, finished: dict[int, Row]) -> Row:
     own = {seed: summary["agents"].get(agent, {}) for seed, summary in finished.items()}
     judged = {seed: row for seed, row in own.items() if row.get(metric) is not None}
     values = {str(seed): row[metric] for seed, row in judged.items()}
-    low, high = interval(study, list(values.values()))
     return {
         "agent": agent,
         "start": mean([row.get(metric.replace("final", "start")) for row in judged.values()]),
         "values": values,
-        "mean": mean(list(values.values())),
-        "low": low,
-        "high": high,
+        **with_interval(study, "mean", list(values.values())),
         "accounting": {key: mean([row.get(key) for row in own.values()]) for key in OF_AN_AGENT},
     }
 
@@ -141,10 +128,11 @@ def mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def interval(study: Study, values: Sequence[float]) -> tuple[float | None, float | None]:
-    if len(values) < 2:
-        return None, None
-    return (bootstrap_interval if study.config.interval == "bootstrap" else t_interval)(values)
+def with_interval(study: Study, name: str, values: Sequence[float]) -> Row:
+    """The mean of values, under this name, with its interval."""
+    interval = bootstrap_interval if study.config.interval == "bootstrap" else t_interval
+    low, high = interval(values) if len(values) > 1 else (None, None)
+    return {name: mean(values), "low": low, "high": high}
 
 
 def compare(study: Study, agents: list[Row]) -> list[Row]:
@@ -152,7 +140,7 @@ def compare(study: Study, agents: list[Row]) -> list[Row]:
 
     Holm's correction covers all of these comparisons.
     """
-    ids = {(pair, variant): agent_ids(study, pair, variant) for pair in study.pairs for variant in study.variants}
+    ids = {place: [agent.id for agent in group[0].config.agents] for place, group in study.groups.items()}
     others = [variant for variant in study.variants if variant != study.baseline]
     same = {(pair, variant) for pair, variant in ids if ids[pair, variant] == ids[pair, study.baseline]}
     places = []
@@ -192,7 +180,6 @@ def comparison(study: Study, differences: list[float]) -> Row:
     """Mean, interval and wins of paired differences, one for each seed."""
     differences = [round(difference, 12) for difference in differences]  # equal means may differ by rounding
     count = len(differences)
-    low, high = interval(study, differences)
     notes = {
         0: "no seed is done in both: nothing to compare",
         1: "one seed only: no interval and no test, the difference may be chance",
@@ -200,9 +187,7 @@ def comparison(study: Study, differences: list[float]) -> Row:
     }
     return {
         "seeds": count,
-        "difference": mean(differences),
-        "low": low,
-        "high": high,
+        **with_interval(study, "difference", differences),
         "p": sign_flip_p(differences) if count > 1 else None,
         "p_holm": None,
         "effect": effect_size(differences),
@@ -341,11 +326,9 @@ def cost(row: Row, key: str) -> str:
 def decisions(study: Study) -> list[str]:
     """Sentences about choices of this project that runs follow, because the paper leaves them open."""
     told = []
-    for pair in study.pairs:
-        for variant in study.variants:
-            config = study.group(pair, variant)[0].config
-            if decision := config.algorithm.explain(len(config.agents)).decision:
-                told.append(f"{pair}, {variant}: {decision}")
+    for (pair, variant), (first, *_) in study.groups.items():
+        if decision := first.config.algorithm.explain(len(first.config.agents)).decision:
+            told.append(f"{pair}, {variant}: {decision}")
     return told
 
 
@@ -353,16 +336,14 @@ def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
     """Print the grid, what each of its runs will cost, and how many are done."""
     columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
     table = new_table(study.config.title or study.config.name, ("pair", "variant", "learner"), columns)
-    for pair in study.pairs:
-        for variant in study.variants:
-            runs = study.group(pair, variant)
-            finished = sum(run.summary is not None for run in runs)
-            first = runs[0]
-            counts = (f"{len(runs)}", f"{finished}", f"{first.config.max_steps * first.config.rollouts_per_step:,}")
-            for position, agent in enumerate(first.updates):
-                shown = (pair, variant, agent, *counts) if position == 0 else ("", "", agent, "", "", "")
-                table.add_row(*shown, f"{first.rollouts_used[agent]:,}", f"{first.updates[agent]:,}")
-        table.add_section()
+    for (pair, variant), runs in study.groups.items():
+        first, finished = runs[0], sum(run.summary is not None for run in runs)
+        counts = (f"{len(runs)}", f"{finished}", f"{first.config.max_steps * first.config.rollouts_per_step:,}")
+        for position, agent in enumerate(first.updates):
+            shown = (pair, variant, agent, *counts) if position == 0 else ("", "", agent, "", "", "")
+            table.add_row(*shown, f"{first.rollouts_used[agent]:,}", f"{first.updates[agent]:,}")
+        if variant == study.variants[-1]:
+            table.add_section()
     console.print(table)
     missing = sum(run.summary is None for run in study.runs)
     say(
@@ -376,15 +357,10 @@ def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
 def print_end(console: Console, study: Study, results: Row) -> None:
     """Print what failed, how long the runs took, and what to do next."""
     failed = [row for row in results["runs"] if row["status"] == "failed"]
-    finished = [row["summary"] for row in results["runs"] if row["status"] == "done"]
-    seconds = sum(summary["seconds"] for summary in finished)
-    lines = [
-        f"{len(finished)} of {len(results['runs'])} runs done, {duration(seconds)} of training. Files: {study.folder}"
-    ]
-    lines += decisions(study)
-    for row in failed:
-        log = study.folder / "logs" / row["pair"] / row["variant"] / f"seed-{row['seed']}.log"
-        lines.append(f"Failed: {row['pair']}/{row['variant']}/seed-{row['seed']}, see {log}")
+    seconds = [row["summary"]["seconds"] for row in results["runs"] if row["status"] == "done"]
+    done = f"{len(seconds)} of {len(results['runs'])} runs done, {duration(sum(seconds))} of training."
+    lines = [f"{done} Files: {study.folder}", *decisions(study)]
+    lines += [f"Failed: {name_of(row)}, see {study.folder / 'logs' / name_of(row)}.log" for row in failed]
     if failed:
         lines.append(f"Try the failed ones again with: hacrl study {study.folder}")
     elif importlib.util.find_spec("plotly") is not None:  # what a report needs

@@ -1,8 +1,6 @@
 """Starts the runs of a study, several at once, each in a process of its own."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -12,14 +10,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
-from rich.text import Text
 
 from hacrl.config import RunConfig
 from hacrl.config.study import StudyConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.live.progress import duration
+from hacrl.processes import Child as Process
+from hacrl.processes import how_it_ended
 from hacrl.study.grid import Run, Study
-from hacrl.study.results import collect, number, read_gpu_seconds, write_results
+from hacrl.study.results import collect, number, read_gpu_seconds, say, write_results
 from hacrl.training.files import parse_lines, read_bytes
 from hacrl.training.records import METRICS
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
@@ -27,8 +26,6 @@ from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_
 RUNS_PER_GPU = 4
 RETRIES = 3
 """How many times a run is tried again after it ran out of memory beside others."""
-GRACE = 10.0
-"""Seconds that an interrupted run has to end by itself."""
 LAST_LINES = 8
 """How many lines of a failed run's log are shown."""
 TAIL = 1 << 16
@@ -56,7 +53,7 @@ class Child:
     """The process of a run."""
 
     run: Run
-    process: subprocess.Popen[bytes]
+    pid: int
     job: int
     log: Path
     log_start: int
@@ -175,6 +172,8 @@ class Runner:
         self.retries: Counter[str] = Counter()
         self.waiting = [run for run in study.runs if run.summary is None]
         self.children: list[Child] = []
+        self.starter: Process | None = None
+        """The process that forks the runs; see child.py."""
         self.errors: dict[str, str] = {}
         """The last lines of each run that failed."""
         self.gpu_seconds = read_gpu_seconds(study)
@@ -192,12 +191,12 @@ class Runner:
             while self.waiting and (job := self.free_job()) is not None:
                 self.children.append(self.start(self.waiting.pop(0), job))
             self.share_time()
-            ended = [child for child in self.children if child.process.poll() is not None]
-            for child in ended:
-                self.end(child)
+            codes = self.starter.ask(None) if self.starter else {}
+            for child in [child for child in self.children if child.pid in codes]:
+                self.end(child, codes[child.pid])
             steps = self.last_steps()
             self.view.show([child.run for child in self.children], steps, self.time_left(steps))
-            if not ended:
+            if not codes:
                 time.sleep(0.25)
 
     def last_steps(self) -> dict[str, int]:
@@ -234,30 +233,25 @@ class Runner:
         else:
             write_atomically(log.with_suffix(".yaml"), run.config.to_yaml())
             arguments = [str(log.with_suffix(".yaml"))]
-        environment = os.environ | {"OMP_NUM_THREADS": str(self.places.threads)}
-        if self.places.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self.places.gpus[self.places.of(job)]
-        command = [sys.executable, "-m", "hacrl.study.child", "train", *arguments]
-        with log.open("ab") as file:
-            position = file.tell()
-            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": file, "stderr": subprocess.STDOUT}
-            # In a session of its own: Ctrl-C reaches only the study, which then ends its children.
-            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
-        return Child(run, process, job, log, position, time.monotonic(), last_step(run))
+        gpu = {"CUDA_VISIBLE_DEVICES": self.places.gpus[self.places.of(job)]} if self.places.gpus else {}
+        position = log.stat().st_size if log.exists() else 0
+        if self.starter is None:
+            self.starter = Process("hacrl.study.child", str(self.study.folder), threads=self.places.threads)
+        pid = self.starter.ask((arguments, gpu, log))
+        return Child(run, pid, job, log, position, time.monotonic(), last_step(run))
 
-    def end(self, child: Child) -> None:
+    def end(self, child: Child, code: int) -> None:
         self.close(child)
-        starved = child.process.returncode == OUT_OF_MEMORY and child.at_once > 1
+        starved = code == OUT_OF_MEMORY and child.at_once > 1
         if starved and self.retries[child.run.name] < RETRIES:
             self.retry(child)
             return
-        run, code, seconds = child.run, child.process.returncode, time.monotonic() - child.start
+        run, seconds = child.run, time.monotonic() - child.start
         if code == 0 and run.summary is not None:
             self.busy += seconds
             self.work += run.cost * (1 - child.first_step / run.config.max_steps)
         else:
-            how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            self.errors[run.name] = child.last_lines() or f"The process {how} and printed nothing."
+            self.errors[run.name] = child.last_lines() or f"The process {how_it_ended(code)} and printed nothing."
         self.view.ended(run, seconds, self.errors.get(run.name), self.write())
 
     def retry(self, child: Child) -> None:
@@ -269,13 +263,14 @@ class Runner:
         self.write()
         where = f"on GPU {self.places.gpus[place]}" if self.places.gpus else "here"
         reason = " ".join(child.last_lines().splitlines()[-1:])
-        self.view.say(
+        say(
+            self.view.console,
             f"{name} ran out of memory as one of {child.at_once} at once. It is tried again later; from now on "
-            f"{where} there are at most {self.room[place]} at once. {reason}"
+            f"{where} there are at most {self.room[place]} at once. {reason}",
         )
 
     def write(self) -> dict[str, Any]:
-        running = {child.run.name: "running" for child in self.children}
+        running = {child.run.name for child in self.children}
         results = collect(self.study, running, self.errors, self.gpu_seconds)
         write_results(self.study, results)
         return results
@@ -285,25 +280,18 @@ class Runner:
         if self.places.gpus:
             name = child.run.name
             self.gpu_seconds[name] = self.gpu_seconds.get(name, 0.0) + child.share
-        if child.process.stdin is not None:
-            child.process.stdin.close()
 
     def stop(self) -> None:
         """End all children, first with SIGINT, then by force. A second Ctrl-C does not leave them behind."""
-        try:
-            for child in self.children:
-                child.process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + GRACE
-            for child in self.children:
-                try:
-                    child.process.wait(max(deadline - time.monotonic(), 0))
-                except subprocess.TimeoutExpired:
-                    child.process.kill()
-        finally:
-            for child in list(self.children):
-                child.process.kill()
-                child.process.wait()
-                self.close(child)
+        if self.starter is not None:
+            try:
+                self.starter.connection.close()
+                if self.children:
+                    self.starter.wait()
+            finally:
+                self.starter.end()
+        for child in list(self.children):
+            self.close(child)
 
     def time_left(self, steps: dict[str, int]) -> float | None:
         """Estimate the seconds until all runs are done from what was done since the study was called; None at first."""
@@ -343,10 +331,7 @@ class View:
         self.all = self.bars.add_task(f"{'runs':<{width}}", total=self.total, completed=done, note="")
         self.tasks: dict[str, TaskID] = {}
         if done:
-            self.say(f"{done} of {self.total} runs are done already.")
-
-    def say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+            say(console, f"{done} of {self.total} runs are done already.")
 
     def show(self, running: list[Run], steps: dict[str, int], left: float | None) -> None:
         self.left = "–" if left is None else duration(left)
@@ -362,10 +347,9 @@ class View:
         self.done = sum(row["status"] == "done" for row in results["runs"])
         summary = run.summary
         if error is not None or summary is None:
-            self.say(f"{run.name} failed after {duration(seconds)}:")
-            for line in (error or "").splitlines():
-                self.say(f"    {line}")
+            lines = [f"    {line}" for line in (error or "").splitlines()]
+            say(self.console, f"{run.name} failed after {duration(seconds)}:", *lines)
             return
         finals = [(name, agent.get(results["metric"])) for name, agent in summary["agents"].items()]
         accuracies = ", ".join(f"{name} {number(value)}" for name, value in finals)
-        self.say(f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")
+        say(self.console, f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")

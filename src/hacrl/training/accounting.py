@@ -47,23 +47,20 @@ class Accounts:
         self.times[k]["sample_seconds"] += seconds
         return {**verified, "time/sample": seconds, "time/tokens_per_second": tokens / max(seconds, 1e-9)}
 
-    def add_learned(self, k: int, result: LearnResult, seconds: float, tokens_scored: int) -> None:
-        """Count what an agent learned from in a step, and what it scored for others."""
-        metrics = result.metrics
+    def add_learned(self, k: int, answer: Timed[LearnResult], scoring: float, tokens_scored: int) -> dict[str, Any]:
+        """Count what an agent learned from in a step and what it scored for others, and return metrics of it."""
+        metrics, own = answer.value.metrics, self.totals[k]
         imitated = int(metrics.get("imitation/tokens", 0))
-        self.totals[k].update(
+        own.update(
             updates=int(metrics["updates"]) + int(metrics.get("imitation/updates", 0)),
             tokens_trained=int(metrics["tokens_trained"]) + imitated,
             tokens_forward=int(metrics["tokens_forward"]) + imitated + tokens_scored,
-            dropped=len(result.dropped),
+            dropped=len(answer.value.dropped),
             nonfinite_updates=int(metrics["nonfinite_updates"]),
         )
-        self.times[k]["learn_seconds"] += seconds
-
-    def so_far(self, k: int) -> dict[str, int]:
-        """Totals of an agent so far, for the metrics of a step."""
-        own = self.totals[k]
-        return {"num_tokens": own["tokens"], "num_rollouts": own["rollouts"], "num_updates": own["updates"]}
+        self.times[k]["learn_seconds"] += scoring + answer.seconds
+        so_far = {"num_tokens": own["tokens"], "num_rollouts": own["rollouts"], "num_updates": own["updates"]}
+        return {**so_far, "time/learn": answer.seconds, "time/wait": float(self.waited[k])}
 
     def state_dict(self) -> dict[str, Any]:
         return {"totals": self.totals, "times": self.times, "seconds": self.seconds}

@@ -44,7 +44,7 @@ def step_of(checkpoint: Path) -> int:
 # --- writing ---------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents: Callable[[Path], None]) -> Path:
+def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents: Callable[[Path], None]) -> None:
     final = checkpoint_dir(run_dir, step)
     aside = run_dir / f".{final.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
@@ -64,23 +64,16 @@ def save_checkpoint(run_dir: Path, step: int, state: dict[str, Any], save_agents
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     sync(run_dir)
-    return final
 
 
 def write_marker(folder: Path) -> None:
-    files = contents(folder)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MARKER]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    with ThreadPoolExecutor(THREADS) as threads:
+        told = threads.map(lambda path: {"size": path.stat().st_size, "sha256": sha256(path)}, paths)
+        files = dict(zip(names, told, strict=True))
     marker = {"checksum": checksum_of(files), "files": files}
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-
-
-def contents(folder: Path) -> Contents:
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MARKER]
-    with ThreadPoolExecutor(THREADS) as threads:
-        sums = list(threads.map(sha256, paths))
-    return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": own}
-        for path, own in zip(paths, sums, strict=True)
-    }
 
 
 def sha256(path: Path) -> str:
@@ -117,10 +110,8 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 
 def prune(run_dir: Path, keep: int | None, best: int | None) -> None:
     """Delete the oldest checkpoints beyond `keep`, never the best one."""
-    if keep is None:
-        return
     candidates = [path for path in complete_checkpoints(run_dir) if step_of(path) != best]
-    for path in candidates[:-keep]:
+    for path in candidates[:-keep] if keep is not None else []:
         # It is renamed first: a half-deleted checkpoint must not look like a damaged one.
         aside = path.with_name(f".{path.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)

@@ -3,18 +3,19 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from hacrl.config import RunConfig
-from hacrl.errors import UserError
 from hacrl.execution.executor import Executor, Timed
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks import Task
 from hacrl.tasks.problem import Problem
 from hacrl.training.accounting import Accounts
 from hacrl.training.watcher import Watcher
+
+Answered = tuple[Problem, list[list[Rollout]]]
+"""A problem with every agent's rollouts of it."""
 
 
 @dataclass
@@ -52,8 +53,7 @@ class Collector:
         """
         config, wanted = self.config, self.config.prompts_per_step
         metrics: dict[str, Any] = {**self.task.metrics()}
-        chosen: list[tuple[Problem, list[list[Rollout]]]] = []
-        spare: list[tuple[Problem, list[list[Rollout]]]] = []
+        chosen, spare = list[Answered](), list[Answered]()
         batches: list[Sampled] = []
         for sampling_round in range(config.dynamic_sampling_rounds if config.dynamic_sampling else 1):
             batch = self._next_batch(wanted - len(chosen), {p.id for p, _ in [*chosen, *spare]}, step, sampling_round)
@@ -70,13 +70,12 @@ class Collector:
         discarded = len(chosen) + len(spare) - wanted
         chosen = [*chosen, *spare][:wanted]
         for position, (_, group) in enumerate(chosen):
-            for rollout in [rollout for own in group for rollout in own]:
+            for rollout in chain.from_iterable(group):
                 rollout.prompt_index = position
         rollouts = [[r for _, group in chosen for r in group[k]] for k in range(len(self.ids))]
-        seconds = np.zeros(len(self.ids)) + sum(np.array(batch.seconds) for batch in batches)
         for k, agent_id in enumerate(self.ids):
             sampled = [rollout for batch in batches for rollout in batch.rollouts[k]]
-            counted = self.accounts.add_sampled(k, sampled, float(seconds[k]))
+            counted = self.accounts.add_sampled(k, sampled, sum((batch.seconds[k] for batch in batches), 0.0))
             metrics |= {f"{agent_id}/{name}": value for name, value in counted.items()}
         metrics["time/verify"] = sum((batch.verify_seconds for batch in batches), 0.0)
         if config.dynamic_sampling:
@@ -85,11 +84,8 @@ class Collector:
 
     def _observe(self, batches: Sequence[Sampled]) -> None:
         """Tell the task the rewards of its problems, which a curriculum depends on."""
-        judged: list[tuple[Problem, float]] = []
-        for batch in batches:
-            for own in batch.rollouts:
-                judged += [(batch.problems[r.prompt_index], r.reward) for r in own if r.reward is not None]
-        self.task.observe(judged)
+        sampled = [(batch.problems, rollout) for batch in batches for rollout in chain.from_iterable(batch.rollouts)]
+        self.task.observe([(problems[r.prompt_index], r.reward) for problems, r in sampled if r.reward is not None])
 
     def _next_batch(self, count: int, known: set[str], step: int, sampling_round: int) -> Sampled | None:
         """Return problems with rollouts: those sampled ahead, else further ones; None if the stream has no new ones."""
@@ -119,22 +115,16 @@ class Collector:
     def _verified(self, problems: list[Problem], sampled: Sequence[Timed[list[Rollout]]]) -> Sampled:
         start = time.perf_counter()
         for own in sampled:
-            self._verify(problems, own.value)
+            asked = [problems[rollout.prompt_index] for rollout in own.value]
+            verdicts = self.task.score(asked, [r.text for r in own.value], [r.num_tokens for r in own.value])
+            for rollout, verdict in zip(own.value, verdicts, strict=True):
+                rollout.reward = verdict.reward
+                if verdict.problem:
+                    rollout.verdict = {"problem": verdict.problem, "detail": verdict.detail}
+                elif len(verdict.parts) > 1:
+                    rollout.verdict = {"reward_parts": verdict.parts}
         spent = time.perf_counter() - start
         return Sampled(problems, [own.value for own in sampled], [own.seconds for own in sampled], spent)
-
-    def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> None:
-        verdicts = self.task.score(
-            [problems[rollout.prompt_index] for rollout in rollouts],
-            [rollout.text for rollout in rollouts],
-            [rollout.num_tokens for rollout in rollouts],
-        )
-        for rollout, verdict in zip(rollouts, verdicts, strict=True):
-            rollout.reward = verdict.reward
-            if verdict.problem:
-                rollout.verdict = {"problem": verdict.problem, "detail": verdict.detail}
-            elif len(verdict.parts) > 1:
-                rollout.verdict = {"reward_parts": verdict.parts}
 
     # --- checkpoints -------------------------------------------------------------------------------
 
@@ -149,15 +139,15 @@ class Collector:
             }
         return {"position": self.position, "task": self.task.state_dict(), "ahead": state}
 
-    def load_state_dict(self, state: dict[str, Any], changed: UserError) -> None:
-        """Restore the state; raise `changed` if the task no longer gives the problems that were sampled ahead."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Restore the state; False if the task no longer gives the problems that were sampled ahead."""
         self.position = state["position"]
         self.task.load_state_dict(state["task"])
         ahead = state["ahead"]
-        if ahead is not None:
-            count = self.config.prompts_per_step
-            rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
-            problems = self.task.train(self.position - count, count)
-            if any(problems[rollout.prompt_index].id != rollout.prompt_id for own in rollouts for rollout in own):
-                raise changed
-            self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
+        if ahead is None:
+            return True
+        count = self.config.prompts_per_step
+        rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
+        problems = self.task.train(self.position - count, count)
+        self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"])
+        return all(problems[r.prompt_index].id == r.prompt_id for own in rollouts for r in own)

@@ -25,20 +25,16 @@ def check_exchange(config: RunConfig, traits: list[Traits], resume: bool) -> Non
         by_vocabulary[own.vocabulary].append(agent.id)
         by_block[own.opened_block].append(agent.id)
     if config.algorithm.compares_tokens and len(by_vocabulary) > 1:
-        told = _unlike_tokens(config.algorithm.name, list(by_vocabulary.values()))
+        first, second = [ids[0] for ids in by_vocabulary.values()][:2]
+        told = (
+            f"algorithm.name: {config.algorithm.name} compares agents token by token, which is not defined between "
+            f"{first} and {second}: their tokenizers differ."
+        )
         if not resume:
             raise UserError(f"{told} {SUBSTITUTE}")
         warn(told)
     if len(by_block) > 1:
         warn(_unlike_blocks(by_block))
-
-
-def _unlike_tokens(algorithm: str, groups: list[list[str]]) -> str:
-    first, second = groups[0][0], groups[1][0]
-    return (
-        f"algorithm.name: {algorithm} compares agents token by token, which is not defined between {first} and "
-        f"{second}: their tokenizers differ."
-    )
 
 
 def _unlike_blocks(agents: dict[str, list[str]]) -> str:

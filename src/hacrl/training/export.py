@@ -15,7 +15,7 @@ def export_run(run_dir: Path, folder: Path, step: int | None, merge: bool) -> It
     """Copy each agent of a checkpoint to `folder`/<id>; with `merge`, adapters become part of their model's weights."""
     run = RunDir.open(run_dir)
     chosen = find_checkpoint(run.path, step)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
     for agent in run.config().agents:
         source, target = chosen / "agents" / agent.id, folder / agent.id

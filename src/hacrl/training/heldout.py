@@ -32,19 +32,19 @@ class HeldOut:
         if not problems:
             return {}
         self.watcher.on_phase("evaluating")
-        metrics = self._evaluate(step, problems, False, "eval_accuracy", self.accuracy)
+        metrics = self._evaluate(step, problems, sampled=False)
         if self.config.eval_samples:
-            of_samples = self._evaluate(step, problems * self.config.eval_samples, True, "eval_sampled", self.sampled)
+            of_samples = self._evaluate(step, problems * self.config.eval_samples, sampled=True)
             for agent in self.ids:
                 of_samples[f"{agent}/time/eval"] += metrics[f"{agent}/time/eval"]
             metrics |= of_samples
         return metrics
 
-    def _evaluate(
-        self, step: int, problems: list[Problem], sampled: bool, name: str, history: History
-    ) -> dict[str, Any]:
+    def _evaluate(self, step: int, problems: list[Problem], sampled: bool) -> dict[str, Any]:
         """Measure the mean reward of the judged answers, over all problems and over each part of a mixture."""
-        unverified = "eval_sampled_unverified" if sampled else "eval_unverified"
+        name, unverified, history = "eval_accuracy", "eval_unverified", self.accuracy
+        if sampled:
+            name, unverified, history = "eval_sampled", "eval_sampled_unverified", self.sampled
         metrics: dict[str, Any] = {}
         for k, answer in enumerate(self.executor.answer(problems, sampled)):
             verdicts = self.task.score(problems, answer.value)

@@ -1,6 +1,7 @@
 """What each learner gets in a step: rollouts, what they are worth to it, and when it updates."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import NUMBER, SHUFFLE, permutation
 from hacrl.tasks.problem import Problem
 from hacrl.training.schedule import learning_rate
+from hacrl.training.scoring import Scores
 
 
 def lesson_for(
@@ -20,12 +22,14 @@ def lesson_for(
     step: int,
     config: RunConfig,
     problems: Sequence[Problem],
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[Sequence[Rollout]],
     omega_KK: Tensor,
+    scores: Scores | None,
 ) -> tuple[Lesson, Advantages]:
-    """Make one learner's lesson from the valid rollouts of all agents."""
+    """Make one learner's lesson from the valid rollouts of each agent."""
     algorithm, agent, max_steps = config.algorithm, config.agents[learner], config.max_steps
-    used = [rollout for rollout in rollouts if algorithm.shares_rollouts or rollout.source == learner]
+    everybodys = list(chain.from_iterable(rollouts))
+    used = everybodys if algorithm.shares_rollouts else list(rollouts[learner])
     source_N = torch.tensor([rollout.source for rollout in used], dtype=torch.long)
     # Shuffled, because parts of a task may alternate by position, and an algorithm may choose prompts by number.
     number_P = permutation(len(problems), config.seed, NUMBER, step)
@@ -41,9 +45,10 @@ def lesson_for(
         omega_N=algorithm.coefficients(source_N, learner, omega_KK),
         minibatches=minibatches(config, agent, step) if algorithm.reinforces(step, max_steps) else [],
         learning_rate=rate,
-        examples=examples(learner, step, config, rollouts),
+        examples=examples(learner, step, config, everybodys),
         imitates=imitation.due(step, max_steps),
         imitation_rate=rate if imitation.when == "step" else agent.learning_rate,
+        token_advantages=scores.token_advantages[learner] if scores else None,
     )
     return lesson, advantages
 
@@ -54,9 +59,7 @@ def examples(learner: int, step: int, config: RunConfig, rollouts: Sequence[Roll
     if not config.algorithm.keeps_answers(step, config.max_steps):
         return []
     right = [r for r in rollouts if imitation.is_right(r.reward) and r.finish_reason == "stop"]
-    if imitation.answers == "all":
-        return right
-    return [rollout for rollout in right if (rollout.source == learner) == (imitation.answers == "own")]
+    return [r for r in right if imitation.answers in ("all", "own" if r.source == learner else "others")]
 
 
 def minibatches(config: RunConfig, agent: AgentConfig, step: int) -> list[list[int]]:

@@ -4,8 +4,9 @@ The docs list all names. Those that contain `time` depend on the machine; all ot
 """
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,26 @@ Records = dict[str, np.ndarray]
 
 def accuracy_metrics(name: str, problems: Sequence[Problem], verdicts: Sequence[Verdict]) -> Metrics:
     """Mean reward of the answers that were judged, over all problems and over each part of a mixture."""
-    by_part: dict[str | None, list[float]] = {}
-    for problem, verdict in zip(problems, verdicts, strict=True):
-        if verdict.reward is not None:
-            by_part.setdefault(problem.part, []).append(verdict.reward)
-    judged = [reward for rewards in by_part.values() for reward in rewards]
-    metrics = {name: float(np.mean(judged))} if judged else {}
-    return metrics | {f"{name}/{part}": float(np.mean(own)) for part, own in by_part.items() if part is not None}
+    rewards = rewards_by_part(zip(problems, (verdict.reward for verdict in verdicts), strict=True))
+    metrics = {name: float(np.mean([*chain.from_iterable(rewards.values())]))} if rewards else {}
+    return metrics | {f"{name}/{part}": float(np.mean(own)) for part, own in rewards.items() if part is not None}
 
 
-def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+def rewards_by_part(judged: Iterable[tuple[Problem, float | None]]) -> dict[str | None, list[float]]:
+    """The rewards that were given, by the part of a mixture that the problem belongs to."""
+    rewards: defaultdict[str | None, list[float]] = defaultdict(list)
+    for problem, reward in judged:
+        if reward is not None:
+            rewards[problem.part].append(reward)
+    return rewards
+
+
+def sampling_metrics(problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> Metrics:
     """Lengths and rewards of one agent's rollouts that a step learns from; those without a verdict have no reward."""
-    valid = [rollout for rollout in rollouts if rollout.reward is not None]
+    groups: defaultdict[int, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            groups[rollout.prompt_index].append(rollout.reward)
     lengths = [rollout.num_tokens for rollout in rollouts]
     metrics: Metrics = {
         "completions/mean_length": float(np.mean(lengths)),
@@ -44,24 +53,12 @@ def sampling_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": float(np.mean([r.finish_reason == "length" for r in rollouts])),
     }
-    if valid:
-        groups: dict[int, list[float]] = {}
-        for rollout in valid:
-            groups.setdefault(rollout.prompt_index, []).append(float(rollout.reward or 0.0))
-        metrics["reward"] = float(np.mean([rollout.reward for rollout in valid]))
+    if groups:
+        metrics["reward"] = float(np.mean([r.reward for r in rollouts if r.reward is not None]))
         metrics["reward_std"] = float(np.mean([np.std(g, ddof=1) if len(g) > 1 else 0.0 for g in groups.values()]))
         metrics["frac_reward_zero_std"] = float(np.mean([max(g) == min(g) for g in groups.values()]))
-    return metrics
-
-
-def reward_of_parts(rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Metrics:
-    """One agent's mean reward on the problems of each part of a mixture."""
-    by_part: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        part = problems[rollout.prompt_index].part
-        if part is not None and rollout.reward is not None:
-            by_part.setdefault(part, []).append(rollout.reward)
-    return {f"reward/{part}": float(np.mean(rewards)) for part, rewards in by_part.items()}
+    parts = rewards_by_part((problems[rollout.prompt_index], rollout.reward) for rollout in rollouts)
+    return metrics | {f"reward/{part}": float(np.mean(own)) for part, own in parts.items() if part is not None}
 
 
 def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metrics:
@@ -91,13 +88,9 @@ def pair_metrics(result: LearnResult, lesson: Lesson, sources: int) -> list[Metr
 def _by_source(result: LearnResult, lesson: Lesson) -> dict[int, Records]:
     """The rows of a learner's updates that have A other than 0, by the source of the rollout."""
     records = teaching(result.records)
-    if not records:
-        return {}
-    source_N = np.array([rollout.source for rollout in lesson.rollouts])[records["row"]]
-    order_N = np.argsort(source_N, kind="stable")
-    sources, starts = np.unique(source_N[order_N], return_index=True)
-    parts = zip(sources.tolist(), np.split(order_N, starts[1:]), strict=False)
-    return {source: {name: column[part] for name, column in records.items()} for source, part in parts}
+    source_N = np.array([lesson.rollouts[row].source for row in records.get("row", [])])
+    sources = np.unique(source_N).tolist()
+    return {source: {name: column[source_N == source] for name, column in records.items()} for source in sources}
 
 
 def _dropped(result: LearnResult, lesson: Lesson, source: int) -> Metrics:
@@ -152,13 +145,12 @@ def agent_metrics(
     rollouts: Sequence[Rollout],
     learner: int,
     lesson: Lesson,
-    result: LearnResult,
     advantages: Advantages,
+    result: LearnResult,
 ) -> dict[str, Any]:
     """What one agent sampled in a step, and how it learned from it."""
     return {
-        **sampling_metrics(rollouts),
-        **reward_of_parts(rollouts, problems),
+        **sampling_metrics(problems, rollouts),
         **learning_metrics(result, lesson, learner),
         **baseline_metrics(advantages),
     }

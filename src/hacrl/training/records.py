@@ -4,7 +4,7 @@ Reading a file checks it against its type. The docs explain every field.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
@@ -191,8 +191,8 @@ def rollout_lines(
     """One line for every rollout; after learning, with how each learner used it."""
     learners: dict[tuple[int, int, int], Line] = {}
     for learner, lesson, result in zip(ids, lessons, results, strict=False):
-        for row, use in uses(result, lesson).items():
-            learners.setdefault(_key(lesson.rollouts[row]), {})[learner] = use
+        for rollout, use in zip(lesson.rollouts, uses(result, lesson), strict=True):
+            learners.setdefault(_key(rollout), {})[learner] = use
     lines = []
     for source, own in zip(ids, rollouts, strict=True):
         for rollout in own:
@@ -206,12 +206,11 @@ def _key(rollout: Rollout) -> tuple[int, int, int]:
     return rollout.source, rollout.prompt_index, rollout.index
 
 
-def uses(result: "LearnResult", lesson: "Lesson") -> dict[int, Use]:
-    """How one learner used each rollout, by row: the learner's entry in the rollout's `learners`."""
-    lines: dict[int, Use] = {
-        row: {"dropped": result.dropped[row]} if row in result.dropped else {"advantage": advantage}
-        for row, advantage in enumerate(lesson.mean_advantages)
-    }
+def uses(result: "LearnResult", lesson: "Lesson") -> list[Use]:
+    """How one learner used each rollout of its lesson: the learner's entry in the rollout's `learners`."""
+    lines: list[Use] = [{"advantage": advantage} for advantage in lesson.mean_advantages]
+    for row, reason in result.dropped.items():
+        lines[row] = {"dropped": reason}
     records = {name: column.tolist() for name, column in teaching(result.records).items()}
     for i, row in enumerate(records.get("row", [])):
         if "ratio" not in lines[row]:  # the first update counts
@@ -230,14 +229,13 @@ def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 
-def trace_lines(step: int, ids: Sequence[str], learner: str, lesson: "Lesson", result: "LearnResult") -> list[Line]:
-    """One line for every rollout the learner used in each update."""
-    columns = {name: column.tolist() for name, column in result.records.items() if name != "mean_weight"}
-    rows = columns.pop("row", [])
-    lines = []
-    for row, *values in zip(rows, *columns.values(), strict=True):
-        rollout = lesson.rollouts[row]
-        place = {"step": step, "learner": learner, "source": ids[rollout.source]}
-        which = {"prompt_id": rollout.prompt_id, "index": rollout.index}
-        lines.append({**place, **which, **dict(zip(columns, values, strict=True))})
-    return lines
+def trace_lines(ids: Sequence[str], lessons: Sequence["Lesson"], results: Sequence["LearnResult"]) -> Iterator[Line]:
+    """One line for every rollout that a learner used in each update."""
+    for learner, lesson, result in zip(ids, lessons, results, strict=True):
+        columns = {name: column.tolist() for name, column in result.records.items() if name != "mean_weight"}
+        rows = columns.pop("row", [])
+        for row, *values in zip(rows, *columns.values(), strict=True):
+            rollout = lesson.rollouts[row]
+            place = {"step": lesson.step, "learner": learner, "source": ids[rollout.source]}
+            which = {"prompt_id": rollout.prompt_id, "index": rollout.index}
+            yield {**place, **which, **dict(zip(columns, values, strict=True))}

@@ -159,18 +159,16 @@ class RunDir:
         self.summary_file.unlink(missing_ok=True)
 
     def _rewind_metrics(self, step: int) -> None:
-        kept: list[str] = []
-        last = -1
-        if self.metrics_file.exists() and step >= 0:
-            for text, line in each_line(self.metrics_file, METRICS):
-                if line["step"] <= step:
-                    kept.append(text + "\n")
-                    last = line["step"]
-                if line["step"] >= step:  # what follows is not read: a crash may have damaged the end of the file
-                    break
+        kept, last, written = list[str](), -1, self.metrics_file.exists()
+        for text, line in each_line(self.metrics_file, METRICS) if written and step >= 0 else ():
+            if line["step"] <= step:
+                kept.append(text + "\n")
+                last = line["step"]
+            if line["step"] >= step:  # what follows is not read: a crash may have damaged the end of the file
+                break
         if last < step:
             warn(f"{self.metrics_file} has no line of step {step}: the curves of this run have a gap there.")
-        if self.metrics_file.exists():
+        if written:
             write_atomically(self.metrics_file, "".join(kept))
 
 
@@ -213,8 +211,8 @@ def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()
                 del section[name]
         return data
 
-    now, then = settings(new), settings(old)
-    return [name for name in now if now[name] != then[name]]
+    then = settings(old)
+    return [name for name, now in settings(new).items() if now != then[name]]
 
 
 def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allowed: set[str]) -> None:

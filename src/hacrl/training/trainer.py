@@ -102,29 +102,24 @@ class Trainer:
         # Written before anything can go wrong with them.
         self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts))
 
-        self.tracker.update([self._performance(own) for own in rollouts])
+        valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
+        self.tracker.update([self._performance(own) for own in valid])
         capabilities = self.tracker.capabilities()
         omega_KK = self.algorithm.omega(capabilities)
 
-        everybodys = [rollout for own in rollouts for rollout in own if rollout.reward is not None]
-        if not everybodys:
+        if not any(valid):
             raise UserError(self._nothing_verified(rollouts))
-        scores = self._score(rollouts, capabilities)
-        lessons, advantages = [], []
-        for k in range(len(self.ids)):
-            lesson, advantage = lesson_for(k, self.step, self.config, problems, everybodys, omega_KK)
-            lesson.token_advantages = scores.token_advantages[k] if scores else None
-            lessons.append(lesson)
-            advantages.append(advantage)
+        scores = self._score(valid, capabilities)
+        made = [lesson_for(k, self.step, self.config, problems, valid, omega_KK, scores) for k in range(len(self.ids))]
+        lessons = [lesson for lesson, _ in made]
         learned = self._learn(lessons)
         results = [answer.value for answer in learned]
 
         for k, answer in enumerate(learned):
             seconds, tokens = (scores.seconds[k], scores.tokens[k]) if scores else (0.0, 0)
-            self.accounts.add_learned(k, answer.value, seconds + answer.seconds, tokens)
-            own = agent_metrics(problems, rollouts[k], k, lessons[k], answer.value, advantages[k])
-            own |= {"capability": capabilities[k], **self.accounts.so_far(k)}
-            own |= {"time/learn": answer.seconds, "time/wait": float(self.accounts.waited[k])}
+            counted = self.accounts.add_learned(k, answer, seconds, tokens)
+            own = agent_metrics(problems, rollouts[k], k, *made[k], answer.value)
+            own |= {"capability": capabilities[k], **counted}
             if self.algorithm.shares_rollouts:
                 own |= exchange_metrics(k, self.ids, lessons[k], answer.value, omega_KK)
             if scores:
@@ -132,20 +127,13 @@ class Trainer:
             metrics |= {f"{self.ids[k]}/{name}": value for name, value in own.items()}
         self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts, lessons, results))
         if self.config.trace:
-            lines = [
-                line
-                for learner in zip(self.ids, lessons, results, strict=True)
-                for line in trace_lines(self.step, self.ids, *learner)
-            ]
-            self.run.write_step("trace", self.step, lines)
+            self.run.write_step("trace", self.step, trace_lines(self.ids, lessons, results))
         return metrics
 
     def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
-        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        if not rewards:
-            return None
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
         try:
-            return self.algorithm.performance(torch.tensor(rewards, dtype=torch.float64))
+            return self.algorithm.performance(rewards) if len(rewards) else None
         except ValueError as error:
             raise UserError(f"task.reward: {error}.") from None
 
@@ -155,8 +143,7 @@ class Trainer:
             return None
         self.watcher.on_phase("scoring")
         start = time.perf_counter()
-        valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
-        scores, answers = scores_of(self.algorithm, valid, capabilities, self.executor)
+        scores, answers = scores_of(self.algorithm, rollouts, capabilities, self.executor)
         self.accounts.note_waiting(start, answers)
         return scores
 
@@ -211,18 +198,17 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        changed = UserError(
-            f"{self.run.path} cannot be continued: its task no longer gives the problems that the run was started "
-            "with: data or the version of a package has changed. Put that back, or start a new run with another "
-            "output_dir."
-        )
-        if state.get("problems", self.problems_digest) != self.problems_digest:
-            raise changed
+        known = state.get("problems", self.problems_digest) == self.problems_digest
+        if not known or not self.collector.load_state_dict(state):
+            raise UserError(
+                f"{self.run.path} cannot be continued: its task no longer gives the problems that the run was started "
+                "with: data or the version of a package has changed. Put that back, or start a new run with another "
+                "output_dir."
+            )
         self.step = state["step"]
         self.tracker.load_state_dict(state["capability"])
         self.accounts.load_state_dict(state)
         self.heldout.load_state_dict(state)
-        self.collector.load_state_dict(state, changed)
         restore_global_random_state(state["random"])
 
     def summary(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ MAX_DROPPED_IN_A_ROW = 1000
 
 
 @dataclass(frozen=True)
-class Source:
+class Stream:
     """Rows of one file or task."""
 
     train: Callable[[int], Row | str]
@@ -36,18 +36,18 @@ class Source:
 
 
 class Rows:
-    """All sources of one agent, interleaved by their weights."""
+    """All streams of one agent, interleaved by their weights."""
 
     def __init__(self, reader: Reader, data: Sequence[DataConfig], config: WarmupConfig) -> None:
         self.reader = reader
-        self.sources = [
+        self.streams = [
             self._from_task(part.task, config) if part.task else self._from_file(part, str(part.file), config)
             for part in data
         ]
         self._order = Interleaving([part.weight for part in data])
-        self.dropped = sum((source.dropped for source in self.sources), Counter[str]())
-        self.heldout = [row for source in self.sources for row in source.heldout]
-        self.digests = [source.digest for source in self.sources]
+        self.dropped = sum((stream.dropped for stream in self.streams), Counter[str]())
+        self.heldout = [row for stream in self.streams for row in stream.heldout]
+        self.digests = [stream.digest for stream in self.streams]
 
     def check(self) -> None:
         """Raise UserError if there is nothing to learn from."""
@@ -62,7 +62,7 @@ class Rows:
         before = self._order.before(position)
         while len(rows) < count:
             (part,) = self._order.parts(position, 1)
-            row = self.sources[part].train(before[part])
+            row = self.streams[part].train(before[part])
             before[part] += 1
             position += 1
             if isinstance(row, Row):
@@ -92,18 +92,19 @@ class Rows:
             return "beyond_positions"
         return Row(prompt, completion)
 
-    def _from_file(self, data: DataConfig, file: str, config: WarmupConfig) -> Source:
+    def _from_file(self, data: DataConfig, file: str, config: WarmupConfig) -> Stream:
         """Rows of a file: epoch after epoch, each shuffled by (seed, file, epoch)."""
-        examples = load_examples(file, split=data.split, subset=data.subset)
-        encoded = [(_is_heldout(example.question, config.eval_share), self.encode(example)) for example in examples]
+        examples, share = load_examples(file, split=data.split, subset=data.subset), config.eval_share
+        # The question alone decides whether a row is held out.
+        encoded = [(text_number(example.question, 4) / 2**32 < share, self.encode(example)) for example in examples]
         dropped = Counter(row for _, row in encoded if isinstance(row, str))
         rows, heldout = ([row for held, row in encoded if held == of and isinstance(row, Row)] for of in (False, True))
         if not rows:
             raise UserError(self._none_usable(dropped, file))
         take, digest = Epochs(rows, f"{config.seed}/{file}").take, _digest(rows + heldout)
-        return Source(lambda position: take(position, 1)[0], heldout[: config.eval_size], dropped, len(rows), digest)
+        return Stream(lambda position: take(position, 1)[0], heldout[: config.eval_size], dropped, len(rows), digest)
 
-    def _from_task(self, task_config: TaskConfig, config: WarmupConfig) -> Source:
+    def _from_task(self, task_config: TaskConfig, config: WarmupConfig) -> Stream:
         """Problems of a task with its own completions. The validation split is held out, the test split never read."""
         task, _ = build_task(for_validation(task_config, config.eval_size), config.seed)
         with task.verifier:
@@ -115,7 +116,7 @@ class Rows:
         encoded = [encode(problem) for problem in task.eval_problems]
         heldout = [row for row in encoded if isinstance(row, Row)]
         dropped = Counter(row for row in encoded if isinstance(row, str))
-        return Source(lambda position: encode(*task.train(position, 1)), heldout, dropped, None, _digest(heldout))
+        return Stream(lambda position: encode(*task.train(position, 1)), heldout, dropped, None, _digest(heldout))
 
     def _none_usable(self, dropped: Counter[str], where: str) -> str:
         config = self.reader.config
@@ -139,11 +140,6 @@ def for_validation(task: TaskConfig, eval_size: int) -> TaskConfig:
     validation = {"eval_split": "validation"}
     own = {"mixture": [part.model_copy(update=validation) for part in task.mixture]} if task.mixture else validation
     return task.model_copy(update={**own, "eval_size": eval_size})
-
-
-def _is_heldout(question: str, share: float) -> bool:
-    """Whether a question is among the share that is never trained on. The question alone decides."""
-    return text_number(question, 4) / 2**32 < share
 
 
 def _digest(rows: Sequence[Row]) -> str:

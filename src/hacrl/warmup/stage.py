@@ -5,9 +5,9 @@ import shutil
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,7 +25,6 @@ from hacrl.execution.memory import keep_freed_memory
 from hacrl.learners.supervised import SupervisedLearner
 from hacrl.learners.updating import Updater, read_state, write_state
 from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
-from hacrl.sources.policy import PolicySource
 from hacrl.tasks import Task, build_task
 from hacrl.terminal import Terminal
 from hacrl.training import checkpoint
@@ -104,30 +103,56 @@ def models(config: WarmupConfig, summary: dict[str, Any]) -> dict[str, Path]:
 # --- the stage -------------------------------------------------------------------------------------
 
 
-@dataclass
 class Pupil:
     """One agent of a warm-up, with its rows and its progress."""
 
-    config: WarmupAgentConfig
-    opened: AgentModel
-    updater: Updater
-    learner: SupervisedLearner
-    source: PolicySource
-    rows: Rows
-    position: int = 0
-    """Position in the agent's stream of rows."""
-    totals: Counter[str] = field(default_factory=Counter)
-    """Rows, tokens and non-finite updates since the start."""
-    losses: dict[int, float] = field(default_factory=dict)
-    """Held-out loss by step."""
-    accuracy: dict[int, float] = field(default_factory=dict)
-    """Greedy accuracy on held-out problems by step."""
+    def __init__(self, config: WarmupAgentConfig, opened: AgentModel, rows: Rows) -> None:
+        self.config, self.opened, self.rows, self.source = config, opened, rows, opened.source()
+        self.updater = Updater(opened.config, opened.weights(), opened.policy)
+        self.learner = SupervisedLearner(self.updater)
+        self.position = 0
+        """Position in the agent's stream of rows."""
+        self.totals = Counter[str]()
+        """Rows, tokens and non-finite updates since the start."""
+        self.losses = dict[int, float]()
+        """Held-out loss by step."""
+        self.accuracy = dict[int, float]()
+        """Greedy accuracy on held-out problems by step."""
 
     def finished(self, step: int) -> bool:
         """Whether the agent has made its last update: after `max_steps`, or once it has reached `target_accuracy`."""
         target = self.config.target_accuracy
         reached = target is not None and any(after and value >= target for after, value in self.accuracy.items())
         return reached or step >= self.config.max_steps
+
+    def learn(self, step: int) -> dict[str, Any]:
+        """Make one update, and return its metrics."""
+        start = time.perf_counter()
+        rows, self.position = self.rows.take(self.position, self.config.batch_size)
+        rate = learning_rate(self.opened.config, step, self.config.max_steps)
+        metrics = self.learner.update(rows, rate, step)
+        counted = {name: int(metrics[name]) for name in ("tokens_trained", "nonfinite_updates")}
+        self.totals.update(rows=len(rows), **counted)
+        counts = {"num_rows": self.totals["rows"], "num_tokens": self.totals["tokens_trained"]}
+        dropped = self.rows.dropped.total()
+        return self._named({**metrics, **counts, "dropped": dropped, "time/learn": time.perf_counter() - start})
+
+    def evaluate(self, step: int, task: Task | None) -> dict[str, Any]:
+        """Measure the loss on held-out rows, and greedy accuracy if there is a task."""
+        start = time.perf_counter()
+        metrics: dict[str, Any] = {}
+        if self.rows.heldout:
+            metrics["eval_loss"] = self.losses[step] = self.learner.loss(self.rows.heldout)
+        if task is not None and (problems := task.eval_problems):
+            verdicts = task.score(problems, self.source.answer(problems))
+            metrics |= accuracy_metrics("eval_accuracy", problems, verdicts)
+            metrics["eval_unverified"] = sum(verdict.reward is None for verdict in verdicts)
+            if "eval_accuracy" in metrics:
+                self.accuracy[step] = metrics["eval_accuracy"]
+        return self._named({**metrics, "time/eval": time.perf_counter() - start})
+
+    def _named(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        return {f"{self.config.id}/{name}": value for name, value in metrics.items()}
 
     def save(self, model_dir: Path, state_file: Path) -> None:
         self.opened.save(model_dir, self.updater.weights)
@@ -136,6 +161,36 @@ class Pupil:
     def load(self, model_dir: Path, state_file: Path) -> None:
         self.opened.load(model_dir, self.updater.weights)
         self.updater.load_state_dict(read_state(state_file, torch.device("cpu")))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The agent's state that a checkpoint must hold besides weights and optimizer."""
+        rows = {"position": self.position, "digests": self.rows.digests, "dropped": self.rows.dropped}
+        measured = {"losses": list(self.losses.items()), "accuracy": list(self.accuracy.items())}
+        return {**rows, "totals": self.totals, **measured}
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore the state; UserError if the rows are not those that the checkpoint was trained on."""
+        digests = state.get("digests", self.rows.digests)
+        for data, digest, then in zip(self.config.data, self.rows.digests, digests, strict=True):
+            if digest != then:
+                raise UserError(
+                    f"{folder} cannot be continued: {data.file or 'its task'} no longer gives agent "
+                    f"{self.config.id} the rows it was started with. Put the old data back, or start anew with "
+                    "another output_dir."
+                )
+        self.position = state["position"]
+        self.rows.dropped, self.totals = Counter(state["dropped"]), Counter(state["totals"])
+        self.losses, self.accuracy = dict(state["losses"]), dict(state["accuracy"])
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "model": self.config.model,
+            **ends(self.losses, "loss"),
+            **ends(self.accuracy, "accuracy"),
+            "updates": self.updater.updates,
+            **self.totals,
+            "dropped": dict(self.rows.dropped),
+        }
 
 
 class Warmup:
@@ -150,18 +205,17 @@ class Warmup:
         for index, own in enumerate(config.agents):
             model = starting_model(own, index, config.seed, run.path / "start" / own.id)
             opened = AgentModel(own.for_agent(model), index, config.seed, bases)
-            updater = Updater(opened.config, opened.weights(), opened.policy)
             rows = Rows(opened.reader, own.data, config)
             self._tell(rows)
             rows.check()
             if task is not None:
                 opened.reader.check_prompts(task.eval_problems)
-            self.pupils.append(Pupil(own, opened, updater, SupervisedLearner(updater), opened.source(), rows))
+            self.pupils.append(Pupil(own, opened, rows))
 
     def _tell(self, rows: Rows) -> None:
         """Tell the user how many rows an agent has to learn from."""
         reader = rows.reader
-        sizes = " + ".join(f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources)
+        sizes = " + ".join(f"{stream.size:,}" if stream.size is not None else "endless" for stream in rows.streams)
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.dropped.items())
         dropped = f", dropped {rows.dropped.total():,} ({reasons})" if reasons else ""
         self.display.note(f"{reader.config.id}: rows to train on {sizes}, held out {len(rows.heldout):,}{dropped}")
@@ -169,68 +223,41 @@ class Warmup:
             self.display.note(f"{reader.config.id} has no chat template: string prompts are given to it as they are.")
 
     def train(self) -> dict[str, Any]:
+        """Make all updates that are left, and return the summary of the warm-up."""
         if self.step == 0:
-            self._log({"step": 0} | {k: v for pupil in self.pupils for k, v in self._evaluate(pupil).items()})
+            self._log({"step": 0} | {k: v for pupil in self.pupils for k, v in pupil.evaluate(0, self.task).items()})
         while learning := [pupil for pupil in self.pupils if not pupil.finished(self.step)]:
             self.step += 1
             start = time.perf_counter()
             metrics: dict[str, Any] = {"step": self.step}
             for pupil in learning:
-                metrics |= self._learn(pupil)
+                metrics |= pupil.learn(self.step)
                 if self._due(self.config.eval_every) or pupil.finished(self.step):
-                    metrics |= self._evaluate(pupil)
+                    metrics |= pupil.evaluate(self.step, self.task)
             metrics["step_time"] = time.perf_counter() - start
             self.seconds += metrics["step_time"]
             metrics["time/elapsed"] = self.seconds
             self._log(metrics)
             if self._due(self.config.save_every) or all(pupil.finished(self.step) for pupil in self.pupils):
                 self._save()
-        summary = self._summary()
+        agents = {pupil.config.id: pupil.summary() for pupil in self.pupils}
+        summary = {"steps": self.step, "seconds": self.seconds, "agents": agents}
         self.run.write_summary(summary)
         return summary
 
-    def _learn(self, pupil: Pupil) -> dict[str, Any]:
-        start = time.perf_counter()
-        rows, pupil.position = pupil.rows.take(pupil.position, pupil.config.batch_size)
-        rate = learning_rate(pupil.opened.config, self.step, pupil.config.max_steps)
-        metrics = pupil.learner.update(rows, rate, self.step)
-        counted = {name: int(metrics[name]) for name in ("tokens_trained", "nonfinite_updates")}
-        pupil.totals.update(rows=len(rows), **counted)
-        metrics |= {
-            "num_rows": pupil.totals["rows"],
-            "num_tokens": pupil.totals["tokens_trained"],
-            "dropped": pupil.rows.dropped.total(),
-            "time/learn": time.perf_counter() - start,
-        }
-        return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
-
-    def _evaluate(self, pupil: Pupil) -> dict[str, Any]:
-        """Measure the loss on held-out rows, and greedy accuracy if there is a task."""
-        start = time.perf_counter()
-        metrics: dict[str, Any] = {}
-        if pupil.rows.heldout:
-            metrics["eval_loss"] = pupil.losses[self.step] = pupil.learner.loss(pupil.rows.heldout)
-        if self.task is not None and self.task.eval_problems:
-            problems = self.task.eval_problems
-            verdicts = self.task.score(problems, pupil.source.answer(problems))
-            metrics |= accuracy_metrics("eval_accuracy", problems, verdicts)
-            metrics["eval_unverified"] = sum(verdict.reward is None for verdict in verdicts)
-            if "eval_accuracy" in metrics:
-                pupil.accuracy[self.step] = metrics["eval_accuracy"]
-        metrics["time/eval"] = time.perf_counter() - start
-        return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
-
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    # --- files -------------------------------------------------------------------------------------
 
     def _log(self, metrics: dict[str, Any]) -> None:
         self.run.append_metrics(metrics)
         self.display.show(self.step, metrics)
 
+    # --- checkpoints -------------------------------------------------------------------------------
+
     def _save(self) -> None:
-        checkpoint.save_checkpoint(self.run.path, self.step, self._state_dict(), self._save_agents)
+        agents = [pupil.state_dict() for pupil in self.pupils]
+        state = {"step": self.step, "seconds": self.seconds, "agents": agents, "random": global_random_state()}
+        checkpoint.save_checkpoint(self.run.path, self.step, state, self._save_agents)
         checkpoint.prune(self.run.path, self.config.save_total_limit, None)
 
     def _save_agents(self, folder: Path) -> None:
@@ -241,68 +268,22 @@ class Warmup:
         """Go back to the newest whole checkpoint, or to the start if there is none."""
         found = checkpoint.to_continue_from(self.run.path)
         if found:
-            self._load_state_dict(checkpoint.load_state(found, ("step", "seconds", "agents", "random")))
+            state = checkpoint.load_state(found, ("step", "seconds", "agents", "random"))
+            for pupil, own in zip(self.pupils, state["agents"], strict=True):
+                pupil.load_state_dict(own, self.run.path)
+            self.step, self.seconds = state["step"], state["seconds"]
+            restore_global_random_state(state["random"])
             for pupil in self.pupils:
                 pupil.load(*files_of(found, pupil.config.id))
         else:
             self.display.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
         self.run.rewind(self.step if found else -1)
 
-    def _state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "seconds": self.seconds,
-            "agents": [
-                {
-                    "position": pupil.position,
-                    "digests": pupil.rows.digests,
-                    "dropped": pupil.rows.dropped,
-                    "totals": pupil.totals,
-                    "losses": list(pupil.losses.items()),
-                    "accuracy": list(pupil.accuracy.items()),
-                }
-                for pupil in self.pupils
-            ],
-            "random": global_random_state(),
-        }
 
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        for pupil, own in zip(self.pupils, state["agents"], strict=True):
-            self._check_rows(pupil, own.get("digests", pupil.rows.digests))
-            pupil.position = own["position"]
-            pupil.rows.dropped, pupil.totals = Counter(own["dropped"]), Counter(own["totals"])
-            pupil.losses, pupil.accuracy = dict(own["losses"]), dict(own["accuracy"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        restore_global_random_state(state["random"])
-
-    def _check_rows(self, pupil: Pupil, digests: list[str]) -> None:
-        """Raise UserError if the rows are not those that the checkpoint was trained on."""
-        for data, digest, then in zip(pupil.config.data, pupil.rows.digests, digests, strict=True):
-            if digest != then:
-                raise UserError(
-                    f"{self.run.path} cannot be continued: {data.file or 'its task'} no longer gives agent "
-                    f"{pupil.config.id} the rows it was started with. Put the old data back, or start anew with "
-                    "another output_dir."
-                )
-
-    def _summary(self) -> dict[str, Any]:
-        agents = {}
-        for pupil in self.pupils:
-            agents[pupil.config.id] = {
-                "model": pupil.config.model,
-                **{f"{when}_loss": value for when, value in ends(pupil.losses).items()},
-                **{f"{when}_accuracy": value for when, value in ends(pupil.accuracy).items()},
-                "updates": pupil.updater.updates,
-                **pupil.totals,
-                "dropped": dict(pupil.rows.dropped),
-            }
-        return {"steps": self.step, "seconds": self.seconds, "agents": agents}
-
-
-def ends(values: dict[int, float]) -> dict[str, float | None]:
+def ends(values: dict[int, float], name: str) -> dict[str, float | None]:
     """The values of the first and the last step."""
-    steps = sorted(values)
-    return {"start": values[steps[0]] if steps else None, "final": values[steps[-1]] if steps else None}
+    first, last = (values[min(values)], values[max(values)]) if values else (None, None)
+    return {f"start_{name}": first, f"final_{name}": last}
 
 
 # --- the folder ------------------------------------------------------------------------------------
@@ -348,22 +329,14 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 # --- what a person sees ----------------------------------------------------------------------------
 
 
-class Display:
+class Display(Progress):
     """Shows progress: a bar with the latest losses in a terminal, lines elsewhere."""
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
-        self.config, self.console = config, console
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        options: dict[str, Any] = {"transient": True, "disable": not console.is_interactive}
-        self.bar = Progress(TextColumn("warm-up"), *columns, console=console, **options)
-        self.job = self.bar.add_task("", total=config.last_step)
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        hidden = not console.is_interactive
+        super().__init__(TextColumn("warm-up"), *columns, console=console, transient=True, disable=hidden)
+        self.config, self.job = config, self.add_task("", total=config.last_step)
 
     def note(self, text: str) -> None:
         self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
@@ -376,7 +349,7 @@ class Display:
             known = [f"{shown} {value:.3f}" for shown, value in values if math.isfinite(value)]
             if known:
                 parts.append(f"{agent.id}: {' '.join(known)}")
-        self.bar.update(self.job, completed=step, description=" | ".join(parts))
+        self.update(self.job, completed=step, description=" | ".join(parts))
         evaluated = any("/eval_" in name for name in metrics)
         if evaluated or (not self.console.is_interactive and step % LINE_EVERY == 0):
             line = " | ".join([f"step {step}/{self.config.last_step}", *parts])

@@ -63,11 +63,10 @@ def keep_layers(model: Any, keep: list[int], agent_id: str) -> None:
         raise UserError(f"agents.{agent_id}: the layers of {type(model).__name__} cannot be told from its other parts.")
     ((module, name, layers),) = places
     setattr(module, name, nn.ModuleList(layers[layer] for layer in keep))
-    # Lists with one entry for each layer, such as kinds of attention.
-    lists = {key: value for key, value in text.to_dict().items() if "layer" in key and isinstance(value, list)}
+    options = text.to_dict()
     text.num_hidden_layers = len(keep)
-    for key, value in lists.items():
-        if len(value) == count:
+    for key, value in options.items():
+        if "layer" in key and isinstance(value, list) and len(value) == count:  # such as the kind of attention of each
             setattr(text, key, [value[layer] for layer in keep])
 
 
