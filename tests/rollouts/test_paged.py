@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hacrl.decoder import Backbone
 from hacrl.decoder import paged_kernels as kernels
@@ -104,14 +103,14 @@ def test_sampled_tokens_lie_inside_top_k_and_top_p(params: SamplingParams, make_
 
 
 def test_rows_wait_and_pause_while_memory_is_short_and_sample_the_same(make_engine: Make) -> None:
-    """Memory for seven blocks: some rows wait for others, and some that run are paused when all grow."""
-    params, prompts = SamplingParams(3, 11, temperature=1.0), [[5, 6, 7], [8], [9, 10]]
+    """Memory for six blocks: some rows wait for others, and some that run are paused when all grow."""
+    params, prompts = SamplingParams(2, 9, temperature=1.0), [[5, 6, 7], [9, 10]]
     expected = make_engine(tiny("llama"), [EOS]).sample(prompts, params, seed=2)
     assert max(len(completion.token_ids) for group in expected for completion in group) > 8
     engine = make_engine(tiny("llama"), [EOS])
     engine.sample([[5]], SamplingParams(1, 1, 0.0), seed=0)
     assert engine.cache is not None
-    engine.cache.most_bytes = 7 * engine.cache.block_bytes
+    engine.cache.most_bytes = 6 * engine.cache.block_bytes
     assert_same(engine.sample(prompts, params, seed=2), expected)
     assert engine.pauses > 0
 
@@ -151,8 +150,6 @@ def test_weights_that_cannot_be_sampled_from_are_refused(make_engine: Make) -> N
     engine.backbone.model.load_state_dict(model.state_dict())
     with pytest.raises(TrainingDiverged, match="not finite"):
         engine.sample([[5]], SamplingParams(1, 3, 1.0), seed=2)
-
-
 
 
 def test_fillers_change_nothing(make_engine: Make) -> None:

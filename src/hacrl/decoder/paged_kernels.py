@@ -109,7 +109,7 @@ def _combine_kernel(
 
 def parts_of(B: int, K: int) -> int:
     """Into how many parts the tokens of each row are divided."""
-    return min(triton.next_power_of_2(triton.cdiv(BUSY, B * K)), 16)
+    return int(min(triton.next_power_of_2(triton.cdiv(BUSY, B * K)), 16))
 
 
 def attention(

@@ -1,8 +1,10 @@
 """The built-in decoder on CUDA: rows join and leave while others run, and a token step is one CUDA graph.
 
-The last token of a prompt is the first that a row reads in a token step, so reading prompts needs no logits. Between two
-looks at the GPU nothing waits for the host. Random numbers belong to a completion and a position: what is sampled does
-not depend on which rows run beside each other.
+The last token of a prompt is the first that a row reads in a token step, so reading prompts needs no logits. Between
+two looks at the GPU nothing waits for the host. Random numbers belong to a completion and a position: what is sampled
+does not depend on which rows run beside each other.
+
+No policy uses this engine yet: it is tested in Triton's interpreter and has not run on a GPU.
 """
 
 from collections import deque
@@ -334,9 +336,10 @@ class PagedEngine:
         has = self.board.room if self.board else (0,) * len(wanted)
         limit, head = T, self.backbone.head.weight_VD
         self.cache.margin = MARGIN + 16 * wanted[0] * head.shape[0] if self.cache.device.type == "cuda" else 0
-        (spare,) = self.cache.take(1) or [None]
-        if spare is None:
+        taken = self.cache.take(1)
+        if taken is None:
             raise torch.OutOfMemoryError("there is no memory for the cache of a single completion.")
+        (spare,) = taken
         if moved or any(a < b for a, b in zip(has, wanted, strict=True)):
             self.graphs.clear()
             self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
