@@ -22,18 +22,27 @@ class ModelSettings(Strict):
     """How a model is opened, prompted and updated: in a run, and in a warm-up before it."""
 
     max_prompt_length: Length = 512
+    """The longest prompt, in the agent's tokens; a longer one ends the run."""
     max_completion_length: Length = 256
+    """The longest completion, in the agent's tokens; a longer one of another agent is dropped."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion, besides the model's end-of-turn tokens."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-6
+    """Learning rate of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """linear and cosine: the learning rate falls to 0 at `max_steps`."""
     warmup_steps: Count = 0
     """Training steps over which the learning rate rises to its full value."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """AdamW's weight decay."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay rate of the mean of gradients."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's decay rate of the mean of squared gradients."""
     adam_epsilon: Annotated[float, Field(gt=0, le=1000)] = 1e-8
+    """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e12)] = 1.0
+    """The largest norm of the gradient, own and foreign parts together; a larger gradient is scaled down."""
     lora: LoraConfig | None = None
     """Train adapters only. Agents in one process with the same model, dtype and device share the model's weights."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -45,8 +54,9 @@ class ModelSettings(Strict):
     gradient_checkpointing: bool | None = None
     """Recompute activations inside layers instead of keeping them; default: if a rollout would not fit into memory."""
     sampling_batch_size: Size = 512
-    """Completions decoded at once."""
+    """Completions sampled at once; this bounds the memory of sampling."""
     system_prompt: str | None = None
+    """System message before every prompt that has none; it needs a chat template."""
     prompt_suffix: str = ""
     """Text added unchanged to the end of each prompt; in a chat, to the user's last message."""
     chat_template_kwargs: Options = {}
@@ -56,6 +66,7 @@ class ModelSettings(Strict):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
     """Device of the model; auto: the first GPU if there is one, else the CPU."""
     trust_remote_code: bool = False
+    """Run code that comes with the model."""
     fast: bool = True
     """False: use the plain implementation. It computes the same, and the fast one is tested against it."""
 
@@ -84,7 +95,9 @@ class Settings(ModelSettings):
     num_generations: Annotated[int, Field(ge=1, le=65_536)] = 8
     """G: completions sampled for each prompt."""
     temperature: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Temperature of sampling, and of the log-probabilities of learning."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens with this total probability only; log-probabilities are taken before it."""
     top_k: Count = 0
     """Sample from the k most likely tokens only; 0: no limit."""
     num_iterations: Few = 1
@@ -113,6 +126,7 @@ class AgentConfig(Settings):
     """One agent: a model with its settings."""
 
     id: Label
+    """Name of the agent in metrics, files and on the command line."""
     model: str
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
 

@@ -38,6 +38,7 @@ class TeamConfig(Strict):
     first_keys: ClassVar[tuple[str, ...]] = ("agents",)
     """Sections that come first in the YAML text."""
     agents: Team[Any]
+    """The agents, at least one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,12 +113,17 @@ class RunConfig(TeamConfig, Settings):
         InstanceOf[Algorithm],
         PlainSerializer(lambda algorithm: dataclasses.asdict(algorithm), dict),
     ] = RobustHACPO()
+    """Name of the algorithm and its options. A class of your own: file.py:Class or module:Class."""
     agents: Team[AgentConfig]
+    """The agents, at least one. Each has an id, a model, and settings of its own if they differ from the run's."""
     task: TaskConfig
+    """Where problems come from, and how answers are verified."""
     prompts_per_step: Size = 32
+    """Prompts of one step; every agent answers all of them."""
     rollouts_per_update: Positive = 128
-    """Rollouts of one update, whatever the algorithm: a learner that sees more rollouts makes more updates."""
+    """About how many rollouts one update uses; prompts stay whole. A learner that sees more makes more updates."""
     max_steps: Positive = 60
+    """Number of steps."""
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
     eval_samples: Annotated[int, Field(ge=0, le=65_536)] = 0
@@ -135,6 +141,7 @@ class RunConfig(TeamConfig, Settings):
     dynamic_sampling_rounds: Few = 3
     """The most rounds of sampling in one step."""
     seed: Seed = 0
+    """Seed of all random choices."""
     trace: bool = False
     """Write a trace: one line for every rollout that a learner used in an update."""
     report_to: list[str] = []
@@ -142,9 +149,11 @@ class RunConfig(TeamConfig, Settings):
     execution: Literal["local", "ray"] = "local"
     """local: all agents in one process. ray: each in a process of its own, on one machine or a cluster."""
     ray: RayConfig = RayConfig()
+    """Where agents run with `execution: ray`, and what happens when one is lost."""
     overlap: Annotated[int, Field(ge=0, le=1)] = 0
     """1: agents sample the next step's rollouts before they learn from this step's, without waiting for each other."""
     output_dir: str = "runs/default"
+    """Folder of the run; it must be new or empty."""
 
     @field_validator("algorithm", mode="before")
     @classmethod

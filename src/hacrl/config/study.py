@@ -28,7 +28,9 @@ class StudyConfig(Strict):
     """A study: teams x algorithms x options x seeds, and how the runs are compared."""
 
     name: Label
+    """Name of the study, and of its folder."""
     title: str = ""
+    """Title of the study in tables and reports."""
     base: Changes = Field(default_factory=dict)
     """What all runs start from: a preset, a run's YAML file (its path is relative to the study's), or its content."""
     settings: Changes = Field(default_factory=dict)
