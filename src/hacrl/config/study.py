@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hacrl.config.own_algorithm import is_own
 from hacrl.config.run import RunConfig, check_command
 from hacrl.config.settings import apply_overrides, preset_names, read_source, with_overrides
 from hacrl.config.strict import Few, Label, Seed, Strict, checked
@@ -66,6 +67,15 @@ class StudyConfig(Strict):
                 raise ValueError(f"{twice[0]!r} is there twice")
             value = dict.fromkeys(value) if all(isinstance(item, str) for item in value) else value
         return {k: {} if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
+
+    @field_validator("algorithms", mode="before")
+    @classmethod
+    def _labelled(cls, algorithms: Any) -> Any:
+        """Refuse a class of one's own without a label, which names folders and rows of tables."""
+        own = next((name for name in algorithms if is_own(str(name))), None) if isinstance(algorithms, list) else None
+        if own is not None:
+            raise ValueError(f"an algorithm of your own needs a label: write {{LABEL: {{algorithm.name: {own}}}}}")
+        return algorithms
 
     @field_validator("seeds", mode="before")
     @classmethod
