@@ -56,7 +56,7 @@ def main() -> None:
     """Run the command that was asked for; errors that a user can fix end it with one sentence."""
     guard_logs()
     try:
-        app()
+        app(prog_name="hacrl")  # also for `python -m hacrl`, which a shell could not complete
     except UserError as error:
         fail(str(error), 2)
     except OutputClosed:  # as `ls | head -1` ends

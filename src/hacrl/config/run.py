@@ -44,8 +44,13 @@ class TeamConfig(Strict):
     @classmethod
     def _share_settings(cls, data: Any) -> Any:
         """Give each agent the shared settings that it does not set itself."""
-        if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
+        if not isinstance(data, dict) or "agents" not in data:
             return data
+        if not isinstance(data["agents"], list | tuple):
+            raise ValueError(f"agents: expected a list of {{id: NAME, model: MODEL}}, not {data['agents']!r:.80}")
+        for position, agent in enumerate(data["agents"]):
+            if not isinstance(agent, dict | Strict):
+                raise ValueError(f"agents.{position}: expected {{id: NAME, model: MODEL}}, not {agent!r:.80}")
         shared = {name: data[name] for name in cls.shared_settings() if name in data}
         agents = []
         for agent in data["agents"]:
