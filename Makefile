@@ -113,6 +113,11 @@ test-trl: .venv-trl/.dev
 	.venv-trl/bin/$(PIP_INSTALL) -e . pytest
 	touch $@
 
+# The wheel, in an environment and a folder of its own. The dependencies are those of $(VENV), by a .pth file: installing
+# torch once more would take minutes.
+test-wheel: $(VENV)/.report
+	.ci/test-wheel $(BIN)
+
 # The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.
 bench: $(VENV)/.dev .venv-trl/.installed .venv-vllm/.installed .bench/smollm2/config.json
 	mkdir -p .bench/results

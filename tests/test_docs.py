@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+import hacrl
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation, RobustHACPO
 from hacrl.config import AgentConfig, ModelSettings, RunConfig, parse_algorithm
@@ -24,7 +25,7 @@ from hacrl.warmup.stage import warm_up
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
 CONFIG = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 FILES = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
@@ -67,6 +68,13 @@ def test_tables_are_narrow(page: Path) -> None:
         if page.name == "README.md":
             for row in (header, *rows):
                 assert len(" | ".join(re.sub(r"\]\([^)]*\)|[`\[*]", "", cell) for cell in row)) <= 100, row
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == hacrl.__version__
+    assert f"version = {{{hacrl.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"\n## {hacrl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 # --- links, options, snippets ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hacrl.algorithms import Advantages, RobustHACPO
 
 @dataclass(frozen=True)
 class Helped(RobustHACPO):
-    solved: float = 0.75
+    solved: float = 0.25
     """Other agents' answers to a prompt are left out if the learner's own mean reward on it is above this."""
 
     def advantages(
