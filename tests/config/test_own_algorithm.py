@@ -98,6 +98,18 @@ def test_a_class_in_a_module_of_the_working_directory(folder: Path) -> None:
     assert (algorithm.name, algorithm.scale) == ("mine_in_a_module:Mine", 2.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Given(GSPO):
+    scale: float = 1.0
+
+
+def test_an_instance_given_from_python_can_be_read_back(make_config: MakeConfig) -> None:
+    config = make_config(algorithm=Given(scale=3.0))
+    assert config.algorithm.name == f"{__name__}:Given", "not gspo, which it inherits"
+    assert RunConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
+    assert make_config(algorithm=GSPO()).algorithm.name == "gspo"
+
+
 def test_a_changed_file_is_read_again(folder: Path) -> None:
     parse_algorithm({"name": "my.py:Mine"})
     (folder / "my.py").write_text(MINE.replace("scale: float = 1.0", "scale: float = 5.0"))

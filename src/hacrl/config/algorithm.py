@@ -16,7 +16,7 @@ from hacrl.errors import nearest
 def parse_algorithm(value: Any) -> Algorithm:
     """Make the algorithm that a section describes; without a `name` it is the default one."""
     if isinstance(value, Algorithm):
-        return value
+        return named(value)
     if not isinstance(value, dict):
         raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
     if isinstance(value.get("scale_rewards"), bool):  # TRL also takes true and false
@@ -38,6 +38,14 @@ def parse_algorithm(value: Any) -> Algorithm:
         allowed, why = "options are numbers, texts, lists and Literal", error.message.partition("\n")[0]
         raise ValueError(f"name: {name} has an option of another type; {allowed}: {why}") from None
     return algorithm if name in ALGORITHMS else dataclasses.replace(algorithm, name=resolved(name))
+
+
+def named(algorithm: Algorithm) -> Algorithm:
+    """The algorithm with a name that leads to its class, which a class of one's own may have inherited or left out."""
+    kind = type(algorithm)
+    if is_own(algorithm.name) or ALGORITHMS.get(algorithm.name) is kind:
+        return algorithm
+    return dataclasses.replace(algorithm, name=f"{kind.__module__}:{kind.__qualname__}")
 
 
 def algorithm_class(name: Any) -> type[Algorithm]:
