@@ -190,7 +190,11 @@ def test_a_study_compares_it(folder: Path, make_config: MakeConfig) -> None:
     }
     for section in ("seed", "output_dir"):
         del data["base"][section]
-    study = Study.build(StudyConfig.from_dict(data))
+    config = StudyConfig.from_dict(data)
+    assert f"algorithm.name: {folder}/my.py:Mine" in config.to_yaml(), "its folder is continued from anywhere"
+    nested = StudyConfig.from_dict({**data, "algorithms": {"mine": {"algorithm": {"name": "my.py:Mine", "scale": 2}}}})
+    assert nested.algorithms["mine"]["algorithm"] == {"name": f"{folder}/my.py:Mine", "scale": 2}
+    study = Study.build(config)
     mine = study.group("main", "mine")[0].config
     assert mine.algorithm == parse_algorithm({"name": "my.py:Mine", "scale": 2.0})
     assert RunConfig.from_dict(yaml.safe_load(mine.to_yaml())) == mine

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from hacrl.config.own_algorithm import is_own
+from hacrl.config.own_algorithm import is_own, resolved
 from hacrl.config.run import RunConfig, check_command
 from hacrl.config.settings import apply_overrides, preset_names, read_source, with_overrides
 from hacrl.config.strict import Few, Label, Seed, Strict, checked
@@ -76,6 +76,12 @@ class StudyConfig(Strict):
         if own is not None:
             raise ValueError(f"an algorithm of your own needs a label: write {{LABEL: {{algorithm.name: {own}}}}}")
         return algorithms
+
+    @field_validator("base", "algorithms", "teams", "options")
+    @classmethod
+    def _absolute(cls, changes: Changes) -> Changes:
+        """Give files of algorithms absolute paths, so that a study's folder can be continued from anywhere."""
+        return with_absolute_algorithms(changes)
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -193,6 +199,19 @@ def content(source: Any, folder: Path | None) -> Any:
     beside = (folder or Path()) / source
     data, _ = read_source(beside if beside.is_file() and source not in preset_names() else source)
     return data
+
+
+def with_absolute_algorithms(changes: Mapping[str, Any]) -> Changes:
+    """A copy of settings in which the names of algorithms of one's own have absolute paths."""
+    found: Changes = {}
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            found[key] = with_absolute_algorithms(value)
+            if key == "algorithm" and is_own(str(value.get("name"))):
+                found[key]["name"] = resolved(value["name"])
+        else:
+            found[key] = resolved(value) if key == "algorithm.name" and is_own(str(value)) else value
+    return found
 
 
 def flat(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
