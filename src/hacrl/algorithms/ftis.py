@@ -25,9 +25,9 @@ class FTIS(Algorithm):
 
     name: Literal["ftis"] = "ftis"
     epsilon: float = 3.0e-4
-    """Clip of the ratio of own rollouts below 1: its smallest value is 1 minus this."""
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
-    """Clip of the ratio of own rollouts above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     cap: float = 2.0
     """Largest weight of a foreign token."""
     kl_max: float = 0.5

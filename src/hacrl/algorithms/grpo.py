@@ -36,9 +36,9 @@ def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_t
 class GRPO(Algorithm):
     name: Literal["grpo"] = "grpo"
     epsilon: float = 0.2
-    """Clip of the ratio below 1: its smallest value is 1 minus this."""
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 0.28
-    """Clip of the ratio above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return grpo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)

@@ -65,9 +65,9 @@ def clip_sentence(band: str, epsilon: float, epsilon_high: float) -> str:
 class GSPO(Algorithm):
     name: Literal["gspo"] = "gspo"
     epsilon: float = 3.0e-4
-    """Clip of the ratio below 1: its smallest value is 1 minus this."""
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
-    """Clip of the ratio above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)

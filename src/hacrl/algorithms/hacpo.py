@@ -48,9 +48,9 @@ class HACPO(CapabilityAware):
     delta_step: float = 0.025
     """How much the lower bound of s rises with each update of a step."""
     epsilon: float = 3.0e-4
-    """Clip of the ratio of own rollouts below 1: its smallest value is 1 minus this."""
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
-    """Clip of the ratio of own rollouts above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     cross_weight: float = 1.0
     """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
     baseline: Literal["capability", "joint"] = "capability"

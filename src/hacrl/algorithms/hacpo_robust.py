@@ -43,9 +43,9 @@ class RobustHACPO(CapabilityAware):
     """What log-probabilities are divided by in s: both by the `learner`'s token count or, an ablation that follows the
     paper, each by its own model's token count (`token`)."""
     epsilon: float = 3.0e-4
-    """Clip of the ratio of own rollouts below 1: its smallest value is 1 minus this."""
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
-    """Clip of the ratio of own rollouts above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor

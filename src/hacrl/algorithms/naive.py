@@ -19,9 +19,9 @@ class Naive(Algorithm):
 
     name: Literal["naive"] = "naive"
     epsilon: float = 3.0e-4
-    """Clip of the ratio below 1: its smallest value is 1 minus this."""
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
-    """Clip of the ratio above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
     ratio: Literal["source", "own"] = "source"
     """Denominator of a foreign ratio: the `source` when it sampled, or the learner before its first update (`own`)."""
 

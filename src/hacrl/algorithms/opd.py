@@ -73,9 +73,9 @@ class OPD(Algorithm):
     clamp: float = 10.0
     """Limit of the difference of log-probabilities between a teacher and the learner at one token, either way."""
     epsilon: float = 0.2
-    """Clip of the ratio below 1: its smallest value is 1 minus this."""
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 0.28
-    """Clip of the ratio above 1: its largest value is 1 plus this; with cispo, this itself."""
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def teachers_of(self, learner: int, capabilities: Sequence[float | None]) -> list[int]:
         others = [j for j in range(len(capabilities)) if j != learner]

@@ -24,13 +24,13 @@ class ModelSettings(Strict):
     max_prompt_length: Length = 512
     """The longest prompt, in the agent's tokens; a longer one ends the run."""
     max_completion_length: Length = 256
-    """The longest completion, in the agent's tokens; a longer one of another agent is dropped."""
+    """In the agent's tokens; a longer one of another agent is dropped."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion, besides the model's end-of-turn tokens."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-6
     """Learning rate of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """linear and cosine: the learning rate falls to 0 at `max_steps`."""
+    """`constant`; or `linear`, `cosine`: it falls to 0 at `max_steps`."""
     warmup_steps: Count = 0
     """Training steps over which the learning rate rises to its full value."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -42,11 +42,11 @@ class ModelSettings(Strict):
     adam_epsilon: Annotated[float, Field(gt=0, le=1000)] = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """The largest norm of the gradient, own and foreign parts together; a larger gradient is scaled down."""
+    """A larger gradient, own and foreign parts together, is scaled down to this norm."""
     lora: LoraConfig | None = None
     """Train adapters only. Agents in one process with the same model, dtype and device share the model's weights."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit keeps moments in 8 bits; it needs bitsandbytes and CUDA."""
+    """`adamw`; or `adamw_8bit`: moments in 8 bits; needs bitsandbytes and CUDA."""
     optimizer_offload: bool = False
     """Keep float32 weights, gradients and moments in the computer's memory, and update weights there."""
     micro_batch_size: Size | None = None
@@ -97,13 +97,13 @@ class Settings(ModelSettings):
     temperature: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Temperature of sampling, and of the log-probabilities of learning."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens with this total probability only; log-probabilities are taken before it."""
+    """Sample only from the likeliest tokens with this total probability. Log-probabilities are taken before it."""
     top_k: Count = 0
     """Sample from the k most likely tokens only; 0: no limit."""
     num_iterations: Few = 1
     """Passes over the rollouts of a step."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of the objective (they still count in the baseline)."""
+    """Leave cut-off completions out of the objective, not out of the baseline."""
     log_kl: bool = True
     """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights."""
     max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
@@ -111,7 +111,7 @@ class Settings(ModelSettings):
     recompute_logprobs: bool | None = None
     """Take old log-probabilities of own rollouts from the learner, not the sampler; default: if dtype is bfloat16."""
     engine: Literal["native", "vllm"] = "native"
-    """Sample with the built-in decoder from the trained weights, or with vLLM from a copy that follows each update."""
+    """`native` samples from the trained weights, `vllm` from a copy with vLLM."""
     vllm: Options = {}
     """Options passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
     sampler_ratio_max: Annotated[float, Field(ge=1, le=1e6)] | None = None

@@ -99,9 +99,9 @@ class RayConfig(Strict):
     """Where agents run with `execution: ray`, and what happens when one is lost."""
 
     address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
-    """auto: this machine's cluster; HOST:PORT: that cluster; null: a private Ray instance, started for this run."""
+    """auto: this machine's cluster; or HOST:PORT; null: a private Ray instance."""
     on_failure: Literal["restart", "stop"] = "restart"
-    """When an agent's process or node is lost: go on from the newest checkpoint, or end the run."""
+    """When an agent is lost: `restart` from the newest checkpoint, or `stop`."""
     max_restarts: Count = 3
     """How many times lost agents are restarted in one call of `hacrl train`."""
     placement_timeout: Seconds = 300.0
@@ -118,29 +118,29 @@ class RunConfig(TeamConfig, Settings):
         InstanceOf[Algorithm],
         PlainSerializer(lambda algorithm: dataclasses.asdict(algorithm), dict),
     ] = RobustHACPO()
-    """Name of the algorithm and its options. A class of your own: file.py:Class or module:Class."""
+    """Its name, or file.py:Class or module:Class of your own, and its options."""
     agents: Team[AgentConfig]
-    """The agents, at least one. Each has an id, a model, and settings of its own if they differ from the run's."""
+    """At least one; each has an id, a model, and settings that differ from the run's."""
     task: TaskConfig
     """Where problems come from, and how answers are verified."""
     prompts_per_step: Size = 32
     """Prompts of one step; every agent answers all of them."""
     rollouts_per_update: Positive = 128
-    """About how many rollouts one update uses; prompts stay whole. A learner that sees more makes more updates."""
+    """About how many rollouts one update uses; a learner that sees more makes more updates."""
     max_steps: Positive = 60
     """Number of steps."""
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
     eval_samples: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Answers to each held-out problem that are sampled as in training; their mean reward is `eval_sampled`."""
+    """Answers sampled as in training to each held-out problem, for `eval_sampled`: their mean reward."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
     save_final: bool = True
-    """False: no checkpoint after the last step, unless `keep_best` saves one. For studies that need no models."""
+    """False: no checkpoint after the last step, unless `keep_best` saves one."""
     save_total_limit: Positive | None = None
     """How many of the newest checkpoints are kept, besides the best; null: all."""
     keep_best: bool = False
-    """Also save when the mean held-out accuracy is the best so far, and never delete that checkpoint."""
+    """Also save when mean held-out accuracy is the best so far; never delete that one."""
     dynamic_sampling: bool = False
     """Replace prompts whose rewards are all equal by further ones (DAPO)."""
     dynamic_sampling_rounds: Few = 3
@@ -152,11 +152,11 @@ class RunConfig(TeamConfig, Settings):
     report_to: list[str] = []
     """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
     execution: Literal["local", "ray"] = "local"
-    """local: all agents in one process. ray: each in a process of its own, on one machine or a cluster."""
+    """local: all agents in one process; ray: each in one of its own."""
     ray: RayConfig = RayConfig()
     """Where agents run with `execution: ray`, and what happens when one is lost."""
     overlap: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: agents sample the next step's rollouts before they learn from this step's, without waiting for each other."""
+    """1: agents sample the next step's rollouts before they learn from this step's."""
     output_dir: str = "runs/default"
     """Folder of the run; it must be new or empty."""
 

@@ -57,7 +57,7 @@ class ProblemsConfig(Strict):
     options: Options = {}
     """Options of a gym task's generator."""
     answer: Literal["tag", "last_line", "whole"] = "tag"
-    """What is scored in a gym task: the text in the last <answer>...</answer>, the last line, or all of it."""
+    """What is scored in a gym task: the text in the last `<answer>...</answer>`, the last line, or all of it."""
     instruction: str | None = None
     """Text added to every question of a gym task; default: a sentence that asks for an answer in that form."""
     curriculum: CurriculumConfig | None = None
