@@ -34,17 +34,18 @@ def is_own(name: str) -> bool:
 def resolved(name: str) -> str:
     """The name with an absolute path, so that the run finds the file again, wherever it is continued."""
     source, _, attribute = name.rpartition(":")
-    return f"{Path(source).expanduser().resolve()}:{attribute}" if source.endswith(".py") else name
+    return f"{os.path.abspath(os.path.expanduser(source))}:{attribute}" if source.endswith(".py") else name
 
 
 def own_algorithm(name: str, folder: str | None = None) -> type[Algorithm]:
     """Load the class; `folder`, or else the working directory, is searched after what is installed."""
     source, _, attribute = name.rpartition(":")
-    folder = folder or os.getcwd()
+    absolute, folder = resolved(name), folder or os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source, folder)
+        path = Path(absolute.removesuffix(f":{attribute}"))
+        module = _load_file(path) if source.endswith(".py") else _load_module(source, folder)
     except _Missing as error:
         raise ValueError(f"{name} does not exist: {error}") from error
     except (Exception, SystemExit) as error:
@@ -54,7 +55,6 @@ def own_algorithm(name: str, folder: str | None = None) -> type[Algorithm]:
         raise ValueError(f"{name} does not exist: the algorithms of {source} are {', '.join(theirs) or '(none)'}")
     kind: type[Algorithm] = vars(module)[attribute]
     _check(kind, name)
-    absolute = resolved(name)
     copyreg.pickle(kind, lambda algorithm: (_unpickled, (absolute, folder, _options(algorithm))))
     return kind
 
@@ -64,7 +64,6 @@ class _Missing(Exception):
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
     if not path.is_file():
         raise _Missing(f"there is no file {path}")
     stat = path.stat()
