@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Tests at the same time.
 TEST_JOBS ?= 2
 
-.PHONY: demo study chromium test test-plain test-vllm test-trl golden bench lint format clean setup
+.PHONY: demo study chromium test test-plain test-vllm test-trl test-wheel golden bench docs lint format clean setup
 
 demo: $(VENV)/.report
 	$(BIN)/hacrl demo
@@ -47,6 +47,12 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The tables of all keys, from the descriptions in the code. What stands above the comment is written by hand.
+docs: $(VENV)/.dev
+	sed -n '1,/^<!-- What follows/p' docs/config.md > docs/config.md.new
+	{ echo; $(BIN)/hacrl config --markdown; } >> docs/config.md.new
+	mv docs/config.md.new docs/config.md
 
 setup: $(VENV)/.dev
 
@@ -106,6 +112,11 @@ test-trl: .venv-trl/.dev
 .venv-trl/.dev: .venv-trl/.installed pyproject.toml
 	.venv-trl/bin/$(PIP_INSTALL) -e . pytest
 	touch $@
+
+# The wheel, in an environment and a folder of its own. The dependencies are those of $(VENV), by a .pth file: installing
+# torch once more would take minutes.
+test-wheel: $(VENV)/.report
+	.ci/test-wheel $(BIN)
 
 # The speed comparisons that a CPU can run, about half an hour on two cores. Nothing else should run meanwhile.
 bench: $(VENV)/.dev .venv-trl/.installed .venv-vllm/.installed .bench/smollm2/config.json

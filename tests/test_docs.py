@@ -12,10 +12,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+import hacrl
 from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO, CapabilityOptions, Imitation, RobustHACPO
 from hacrl.config import AgentConfig, ModelSettings, RunConfig, parse_algorithm
-from hacrl.config.task import CurriculumConfig, PartConfig, ProblemsConfig, TaskConfig
+from hacrl.config.reference import markdown
+from hacrl.config.task import CurriculumConfig, PartConfig, ProblemsConfig, RewardConfig, TaskConfig
 from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
 from hacrl.run import RESUMABLE_CHANGES, train
 from hacrl.training.run_dir import RunDir, read_jsonl
@@ -23,7 +25,7 @@ from hacrl.warmup.stage import warm_up
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text(encoding="utf-8")
 CONFIG = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 FILES = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
@@ -66,6 +68,13 @@ def test_tables_are_narrow(page: Path) -> None:
         if page.name == "README.md":
             for row in (header, *rows):
                 assert len(" | ".join(re.sub(r"\]\([^)]*\)|[`\[*]", "", cell) for cell in row)) <= 100, row
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == hacrl.__version__
+    assert f"version = {{{hacrl.__version__}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"\n## {hacrl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 # --- links, options, snippets ----------------------------------------------------------------------
@@ -180,6 +189,10 @@ def test_every_key_of_a_run_is_documented_with_its_default() -> None:
     assert documented_defaults(CONFIG) == {**keys, **apart, **{f"agents.{name}": "required" for name in own}}
 
 
+def test_the_tables_of_all_keys_are_those_that_make_docs_writes() -> None:
+    assert CONFIG.partition("in the code. -->\n\n")[2] == markdown(), "run `make docs`"
+
+
 def test_the_config_of_the_page_on_settings_is_valid() -> None:
     (snippet,) = blocks(ROOT / "docs" / "config.md", "yaml")
     config = RunConfig.from_dict(yaml.safe_load(snippet))
@@ -227,6 +240,8 @@ def defaults(section: type[BaseModel], prefix: str = "", without: Iterable[str] 
         (
             "option of task",
             defaults(TaskConfig, "task.")
+            | defaults(RewardConfig, "task.reward.", without=["name"])
+            | {"task.reward.name": "required", "task.curriculum.stages": "required"}
             | defaults(CurriculumConfig, "task.curriculum.", without=["stages"])
             | defaults(PartConfig, "task.mixture.", without=ProblemsConfig.model_fields),
         ),
@@ -239,7 +254,7 @@ def defaults(section: type[BaseModel], prefix: str = "", without: Iterable[str] 
     ],
 )
 def test_options_of_tasks_and_warm_up_are_documented(heading: str, expected: dict[str, Any]) -> None:
-    ((_, rows),) = [table for table in tables(TASKS) if table[0][:2] == [heading, "default"]]
+    ((_, rows),) = [table for table in tables(CONFIG) if table[0][:2] == [heading, "default"]]
     assert {CODE.findall(row[0])[0]: yaml.safe_load(row[1].strip("`")) for row in rows} == expected
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hacrl.config import RunConfig
     from hacrl.run import RunResult, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["RunConfig", "RunResult", "TrainingDiverged", "UserError", "__version__", "train"]
 
 

@@ -163,6 +163,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"agents": []}, ["agents", "at least 1"]),
     ({"agents": {"a": "zoo:llama-weak"}}, ["agents", "list"]),
     ({"agents": ["zoo:llama-weak"]}, ["agents.0", "'zoo:llama-weak'"]),
+    ({"agents": ["smol", "smol"]}, ["agents.0: expected {id: NAME, model: MODEL}, not 'smol'"]),
+    ({"agents": "smol"}, ["agents: expected a list of {id: NAME, model: MODEL}, not 'smol'"]),
     ({"agents": [{"id": "a"}]}, ["agents.0.model: missing"]),
     ({"agents": [{"id": "../a", "model": "x"}]}, ["agents.0.id", "'../a'"]),
     (

@@ -88,6 +88,7 @@ class Algorithm(ABC):
     """Options that accept a number below 0."""
 
     name: str = ""
+    """Name of the algorithm in configs; of a class of your own, file.py:Class or module:Class."""
     beta: float = 0.0
     """Weight of the KL divergence to the starting model, on own rollouts."""
     loss_type: LossType = "grpo"
@@ -206,6 +207,7 @@ class CapabilityAware(Algorithm):
     reward_min: float = 0.0
     """The smallest possible reward. It is subtracted from rewards, because a ratio of means needs rewards >= 0."""
     capability: CapabilityOptions = field(default_factory=CapabilityOptions)
+    """How capability is measured, and the limits of omega."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

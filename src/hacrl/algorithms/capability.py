@@ -24,7 +24,9 @@ class CapabilityOptions:
     include_current: bool = True
     """Whether the current batch counts. False makes omega independent of the batch it is used on."""
     ratio_min: float = 0.1
+    """The smallest omega, above 0 and at most 1."""
     ratio_max: float = 10.0
+    """The largest omega, at least 1."""
 
     def __post_init__(self) -> None:
         if self.window < 1:

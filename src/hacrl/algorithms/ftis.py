@@ -25,11 +25,13 @@ class FTIS(Algorithm):
 
     name: Literal["ftis"] = "ftis"
     epsilon: float = 3.0e-4
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     cap: float = 2.0
     """Largest weight of a foreign token."""
     kl_max: float = 0.5
-    """Foreign rollouts with A < 0 are left out if KL(source || learner) per token is above this value."""
+    """Foreign rollouts with A < 0 are left out if the KL divergence of source and learner, per token, is above this."""
     spread: bool = False
     """Whether to spread a source's log-probability evenly over the learner's tokens if their tokenizers differ."""
 

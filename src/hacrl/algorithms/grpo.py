@@ -36,7 +36,9 @@ def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_t
 class GRPO(Algorithm):
     name: Literal["grpo"] = "grpo"
     epsilon: float = 0.2
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 0.28
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return grpo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)

@@ -65,7 +65,9 @@ def clip_sentence(band: str, epsilon: float, epsilon_high: float) -> str:
 class GSPO(Algorithm):
     name: Literal["gspo"] = "gspo"
     epsilon: float = 3.0e-4
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)

@@ -48,13 +48,17 @@ class HACPO(CapabilityAware):
     delta_step: float = 0.025
     """How much the lower bound of s rises with each update of a step."""
     epsilon: float = 3.0e-4
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     cross_weight: float = 1.0
     """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
     baseline: Literal["capability", "joint"] = "capability"
     """What rewards are compared with. `joint` sets omega to 1 in the baseline: the ablation of mechanism 1."""
     cross_baseline: Literal["learner", "source"] = "learner"
+    """Whose baseline a foreign rollout is compared with."""
     baseline_guard: bool = True
+    """Replace a baseline outside the range of a prompt's rewards by the learner's own mean reward on the prompt."""
     cross_omega: bool = True
     """Whether foreign rollouts are multiplied by omega(j, k). False is the ablation of mechanism 2."""
     cross_clip: bool = True

@@ -44,8 +44,11 @@ class RobustHACPO(CapabilityAware):
     """What log-probabilities are divided by in s: both by the `learner`'s token count or, an ablation that follows the
     paper, each by its own model's token count (`token`)."""
     epsilon: float = 3.0e-4
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     imitation: Imitation = field(default_factory=lambda: Imitation(when="end", confidence=16.0, focus=1.0))
+    """Supervised updates on everybody's right answers after the last step."""
 
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor

@@ -27,7 +27,9 @@ class LUFFY(Algorithm):
 
     name: Literal["luffy"] = "luffy"
     epsilon: float = 3.0e-4
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     gamma: float = 0.1
     """gamma in the weight pi / (pi + gamma) of a foreign token, where pi is its probability under the learner."""
 

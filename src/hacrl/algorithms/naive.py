@@ -19,7 +19,9 @@ class Naive(Algorithm):
 
     name: Literal["naive"] = "naive"
     epsilon: float = 3.0e-4
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
     ratio: Literal["source", "own"] = "source"
     """Denominator of a foreign ratio: the `source` when it sampled, or the learner before its first update (`own`)."""
 

@@ -73,7 +73,9 @@ class OPD(Algorithm):
     clamp: float = 10.0
     """Limit of the difference of log-probabilities between a teacher and the learner at one token, either way."""
     epsilon: float = 0.2
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 0.28
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def teachers_of(self, learner: int, capabilities: Sequence[float | None]) -> list[int]:
         others = [j for j in range(len(capabilities)) if j != learner]

@@ -27,6 +27,7 @@ class RFT(GSPO):
 
     With `before`, only answers of the second half are kept for imitation."""
     imitation: Imitation = field(default_factory=lambda: Imitation(when="end", restart=True))
+    """Supervised updates on right answers: after the last step, from the weights at the start of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,9 @@ class SuccessGated(Algorithm):
 
     name: Literal["success_gated"] = "success_gated"
     epsilon: float = 3.0e-4
+    """Lower clip of own ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     transfer_weight: float = 1.0
     """Weight of the transferred foreign successes in the objective, beside the mean over own rollouts."""
 

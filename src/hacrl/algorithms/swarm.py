@@ -27,7 +27,9 @@ class Swarm(Algorithm):
 
     name: Literal["swarm"] = "swarm"
     epsilon: float = 3.0e-4
+    """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 4.0e-4
+    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
     share: float = 0.5
     """Share of the prompts on which a foreign group replaces the own group."""
 

@@ -9,6 +9,7 @@ from typer import Option
 
 from hacrl import __version__
 from hacrl.cli.common import OUT_OF_SPACE, fail, say
+from hacrl.cli.config import config
 from hacrl.cli.demo import demo
 from hacrl.cli.eval import evaluate
 from hacrl.cli.export import export
@@ -16,6 +17,7 @@ from hacrl.cli.init import init
 from hacrl.cli.models import models_app
 from hacrl.cli.report import report
 from hacrl.cli.rollouts import rollouts
+from hacrl.cli.studies import studies
 from hacrl.cli.study import study
 from hacrl.cli.train import train
 from hacrl.cli.warmup import warmup
@@ -28,10 +30,9 @@ NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDI
 app = typer.Typer(
     help="Heterogeneous agents learn together: reinforcement learning with verifiable rewards, shared rollouts.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (init, train, warmup, demo, study, evaluate, export, report, rollouts, watch):
+for command in (init, train, warmup, demo, study, evaluate, export, report, rollouts, watch, config, studies):
     app.command("eval" if command is evaluate else None)(command)
 app.add_typer(models_app, name="models")
 
@@ -55,7 +56,7 @@ def main() -> None:
     """Run the command that was asked for; errors that a user can fix end it with one sentence."""
     guard_logs()
     try:
-        app()
+        app(prog_name="hacrl")  # also for `python -m hacrl`, which a shell could not complete
     except UserError as error:
         fail(str(error), 2)
     except OutputClosed:  # as `ls | head -1` ends

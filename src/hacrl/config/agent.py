@@ -22,22 +22,31 @@ class ModelSettings(Strict):
     """How a model is opened, prompted and updated: in a run, and in a warm-up before it."""
 
     max_prompt_length: Length = 512
+    """The longest prompt, in the agent's tokens; a longer one ends the run."""
     max_completion_length: Length = 256
+    """In the agent's tokens; a longer one of another agent is dropped."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a completion, besides the model's end-of-turn tokens."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-6
+    """Learning rate of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """`constant`; or `linear`, `cosine`: it falls to 0 at `max_steps`."""
     warmup_steps: Count = 0
     """Training steps over which the learning rate rises to its full value."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """AdamW's weight decay."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay rate of the mean of gradients."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW's decay rate of the mean of squared gradients."""
     adam_epsilon: Annotated[float, Field(gt=0, le=1000)] = 1e-8
+    """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e12)] = 1.0
+    """A larger gradient, own and foreign parts together, is scaled down to this norm."""
     lora: LoraConfig | None = None
     """Train adapters only. Agents in one process with the same model, dtype and device share the model's weights."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit keeps moments in 8 bits; it needs bitsandbytes and CUDA."""
+    """`adamw`; or `adamw_8bit`: moments in 8 bits; needs bitsandbytes and CUDA."""
     optimizer_offload: bool = False
     """Keep float32 weights, gradients and moments in the computer's memory, and update weights there."""
     micro_batch_size: Size | None = None
@@ -45,8 +54,9 @@ class ModelSettings(Strict):
     gradient_checkpointing: bool | None = None
     """Recompute activations inside layers instead of keeping them; default: if a rollout would not fit into memory."""
     sampling_batch_size: Size = 512
-    """Completions decoded at once."""
+    """Completions sampled at once; this bounds the memory of sampling."""
     system_prompt: str | None = None
+    """System message before every prompt that has none; it needs a chat template."""
     prompt_suffix: str = ""
     """Text added unchanged to the end of each prompt; in a chat, to the user's last message."""
     chat_template_kwargs: Options = {}
@@ -56,6 +66,7 @@ class ModelSettings(Strict):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
     """Device of the model; auto: the first GPU if there is one, else the CPU."""
     trust_remote_code: bool = False
+    """Run code that comes with the model."""
     fast: bool = True
     """False: use the plain implementation. It computes the same, and the fast one is tested against it."""
 
@@ -84,13 +95,15 @@ class Settings(ModelSettings):
     num_generations: Annotated[int, Field(ge=1, le=65_536)] = 8
     """G: completions sampled for each prompt."""
     temperature: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Temperature of sampling, and of the log-probabilities of learning."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample only from the likeliest tokens with this total probability. Log-probabilities are taken before it."""
     top_k: Count = 0
     """Sample from the k most likely tokens only; 0: no limit."""
     num_iterations: Few = 1
     """Passes over the rollouts of a step."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off out of the objective (they still count in the baseline)."""
+    """Leave cut-off completions out of the objective, not out of the baseline."""
     log_kl: bool = True
     """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights."""
     max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
@@ -98,7 +111,7 @@ class Settings(ModelSettings):
     recompute_logprobs: bool | None = None
     """Take old log-probabilities of own rollouts from the learner, not the sampler; default: if dtype is bfloat16."""
     engine: Literal["native", "vllm"] = "native"
-    """Sample with the built-in decoder from the trained weights, or with vLLM from a copy that follows each update."""
+    """`native` samples from the trained weights, `vllm` from a copy with vLLM."""
     vllm: Options = {}
     """Options passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
     sampler_ratio_max: Annotated[float, Field(ge=1, le=1e6)] | None = None
@@ -113,6 +126,7 @@ class AgentConfig(Settings):
     """One agent: a model with its settings."""
 
     id: Label
+    """Name of the agent in metrics, files and on the command line."""
     model: str
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
 

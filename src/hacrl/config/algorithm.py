@@ -1,11 +1,13 @@
 """The section `algorithm` of a run: its `name` chooses the algorithm, the rest are that algorithm's options."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from hacrl.algorithms import ALGORITHMS, Algorithm, RobustHACPO
+from hacrl.config.own_algorithm import is_own, own_algorithm, resolved
 from hacrl.config.strict import explain, is_number
 from hacrl.config.trl_keys import trl_advice
 from hacrl.errors import nearest
@@ -14,29 +16,55 @@ from hacrl.errors import nearest
 def parse_algorithm(value: Any) -> Algorithm:
     """Make the algorithm that a section describes; without a `name` it is the default one."""
     if isinstance(value, Algorithm):
-        return value
+        return named(value)
     if not isinstance(value, dict):
         raise ValueError(f"expected a section with a name (one of {', '.join(ALGORITHMS)}), not {value!r}")
     if isinstance(value.get("scale_rewards"), bool):  # TRL also takes true and false
         value = {**value, "scale_rewards": "group" if value["scale_rewards"] else "none"}
     name = value.get("name", RobustHACPO.name)
-    if not isinstance(name, str) or name not in ALGORITHMS:
-        raise ValueError(f"name: {name!r} is no algorithm{nearest(str(name), ALGORITHMS)}")
-    check_options(value, ALGORITHMS[name], name)
-    for section, default in vars(ALGORITHMS[name]()).items():
+    kind = algorithm_class(name)
+    check_options(value, kind, name)
+    for section, default in vars(kind()).items():
         if dataclasses.is_dataclass(default) and isinstance(value.get(section), dict):
             check_options(value[section], type(default), section)
             # Options that are not set keep the algorithm's default, which may differ from the section's default.
             value = {**value, section: {**vars(default), **value[section]}}
+    options = {option: given for option, given in value.items() if option != "name"}
     try:
-        return TypeAdapter(ALGORITHMS[name]).validate_python(value)
+        algorithm = TypeAdapter(kind).validate_python(options)
     except ValidationError as error:
         raise ValueError("; ".join(explain(error))) from None
+    except PydanticUserError as error:
+        allowed, why = "options are numbers, texts, lists and Literal", error.message.partition("\n")[0]
+        raise ValueError(f"name: {name} has an option of another type; {allowed}: {why}") from None
+    return algorithm if name in ALGORITHMS else dataclasses.replace(algorithm, name=resolved(name))
+
+
+def named(algorithm: Algorithm) -> Algorithm:
+    """The algorithm with a name that leads to its class, which a class of one's own may have inherited or left out."""
+    kind = type(algorithm)
+    if is_own(algorithm.name) or ALGORITHMS.get(algorithm.name) is kind:
+        return algorithm
+    return dataclasses.replace(algorithm, name=f"{kind.__module__}:{kind.__qualname__}")
+
+
+def algorithm_class(name: Any) -> type[Algorithm]:
+    """The class that a name in a config stands for."""
+    if isinstance(name, str) and name in ALGORITHMS:
+        return ALGORITHMS[name]
+    if not isinstance(name, str) or not is_own(name):
+        hint = f"; write {name}:CLASS" if str(name).endswith(".py") else nearest(str(name), ALGORITHMS)
+        raise ValueError(f"name: {name!r} is no algorithm{hint}")
+    try:
+        return own_algorithm(name)
+    except ValueError as error:
+        raise ValueError(f"name: {error}") from error
 
 
 def check_options(data: dict[str, Any], options: type, section: str) -> None:
     """Raise ValueError if a section has an unknown option, or true or false where a number belongs."""
-    types = {field.name: field.type for field in dataclasses.fields(options)}
+    types = get_type_hints(options, include_extras=True)
+    types = {field.name: types[field.name] for field in dataclasses.fields(options)}
     for key, value in data.items():
         if key not in types:
             hint = trl_advice(str(key)) or nearest(str(key), types)

@@ -38,13 +38,19 @@ class TeamConfig(Strict):
     first_keys: ClassVar[tuple[str, ...]] = ("agents",)
     """Sections that come first in the YAML text."""
     agents: Team[Any]
+    """The agents, at least one."""
 
     @model_validator(mode="before")
     @classmethod
     def _share_settings(cls, data: Any) -> Any:
         """Give each agent the shared settings that it does not set itself."""
-        if not isinstance(data, dict) or not isinstance(data.get("agents"), list):
+        if not isinstance(data, dict) or "agents" not in data:
             return data
+        if not isinstance(data["agents"], list | tuple):
+            raise ValueError(f"agents: expected a list of {{id: NAME, model: MODEL}}, not {data['agents']!r:.80}")
+        for position, agent in enumerate(data["agents"]):
+            if not isinstance(agent, dict | Strict):
+                raise ValueError(f"agents.{position}: expected {{id: NAME, model: MODEL}}, not {agent!r:.80}")
         shared = {name: data[name] for name in cls.shared_settings() if name in data}
         agents = []
         for agent in data["agents"]:
@@ -93,9 +99,9 @@ class RayConfig(Strict):
     """Where agents run with `execution: ray`, and what happens when one is lost."""
 
     address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
-    """auto: this machine's cluster; HOST:PORT: that cluster; null: a private Ray instance, started for this run."""
+    """auto: this machine's cluster; or HOST:PORT; null: a private Ray instance."""
     on_failure: Literal["restart", "stop"] = "restart"
-    """When an agent's process or node is lost: go on from the newest checkpoint, or end the run."""
+    """When an agent is lost: `restart` from the newest checkpoint, or `stop`."""
     max_restarts: Count = 3
     """How many times lost agents are restarted in one call of `hacrl train`."""
     placement_timeout: Seconds = 300.0
@@ -112,39 +118,47 @@ class RunConfig(TeamConfig, Settings):
         InstanceOf[Algorithm],
         PlainSerializer(lambda algorithm: dataclasses.asdict(algorithm), dict),
     ] = RobustHACPO()
+    """Its name, or file.py:Class or module:Class of your own, and its options."""
     agents: Team[AgentConfig]
+    """At least one; each has an id, a model, and settings that differ from the run's."""
     task: TaskConfig
+    """Where problems come from, and how answers are verified."""
     prompts_per_step: Size = 32
+    """Prompts of one step; every agent answers all of them."""
     rollouts_per_update: Positive = 128
-    """Rollouts of one update, whatever the algorithm: a learner that sees more rollouts makes more updates."""
+    """About how many rollouts one update uses; a learner that sees more makes more updates."""
     max_steps: Positive = 60
+    """Number of steps."""
     eval_every: Count = 20
     """Steps between evaluations on held-out problems; 0: at the start and the end only."""
     eval_samples: Annotated[int, Field(ge=0, le=65_536)] = 0
-    """Answers to each held-out problem that are sampled as in training; their mean reward is `eval_sampled`."""
+    """Answers sampled as in training to each held-out problem, for `eval_sampled`: their mean reward."""
     save_every: Count = 20
     """Steps between checkpoints; 0: at the end only."""
     save_final: bool = True
-    """False: no checkpoint after the last step, unless `keep_best` saves one. For studies that need no models."""
+    """False: no checkpoint after the last step, unless `keep_best` saves one."""
     save_total_limit: Positive | None = None
     """How many of the newest checkpoints are kept, besides the best; null: all."""
     keep_best: bool = False
-    """Also save when the mean held-out accuracy is the best so far, and never delete that checkpoint."""
+    """Also save when mean held-out accuracy is the best so far; never delete that one."""
     dynamic_sampling: bool = False
     """Replace prompts whose rewards are all equal by further ones (DAPO)."""
     dynamic_sampling_rounds: Few = 3
     """The most rounds of sampling in one step."""
     seed: Seed = 0
+    """Seed of all random choices."""
     trace: bool = False
     """Write a trace: one line for every rollout that a learner used in an update."""
     report_to: list[str] = []
     """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
     execution: Literal["local", "ray"] = "local"
-    """local: all agents in one process. ray: each in a process of its own, on one machine or a cluster."""
+    """local: all agents in one process; ray: each in one of its own."""
     ray: RayConfig = RayConfig()
+    """Where agents run with `execution: ray`, and what happens when one is lost."""
     overlap: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: agents sample the next step's rollouts before they learn from this step's, without waiting for each other."""
+    """1: agents sample the next step's rollouts before they learn from this step's."""
     output_dir: str = "runs/default"
+    """Folder of the run; it must be new or empty."""
 
     @field_validator("algorithm", mode="before")
     @classmethod

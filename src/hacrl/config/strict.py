@@ -57,7 +57,12 @@ class Strict(BaseModel):
     """A section of settings. Unknown keys are errors, and so are true and false where a number belongs."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")

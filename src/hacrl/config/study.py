@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hacrl.config.own_algorithm import is_own, resolved
 from hacrl.config.run import RunConfig, check_command
 from hacrl.config.settings import apply_overrides, preset_names, read_source, with_overrides
 from hacrl.config.strict import Few, Label, Seed, Strict, checked
@@ -28,7 +29,9 @@ class StudyConfig(Strict):
     """A study: teams x algorithms x options x seeds, and how the runs are compared."""
 
     name: Label
+    """Name of the study, and of its folder."""
     title: str = ""
+    """Title of the study in tables and reports."""
     base: Changes = Field(default_factory=dict)
     """What all runs start from: a preset, a run's YAML file (its path is relative to the study's), or its content."""
     settings: Changes = Field(default_factory=dict)
@@ -64,6 +67,21 @@ class StudyConfig(Strict):
                 raise ValueError(f"{twice[0]!r} is there twice")
             value = dict.fromkeys(value) if all(isinstance(item, str) for item in value) else value
         return {k: {} if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
+
+    @field_validator("algorithms", mode="before")
+    @classmethod
+    def _labelled(cls, algorithms: Any) -> Any:
+        """Refuse a class of one's own without a label, which names folders and rows of tables."""
+        own = next((name for name in algorithms if is_own(str(name))), None) if isinstance(algorithms, list) else None
+        if own is not None:
+            raise ValueError(f"an algorithm of your own needs a label: write {{LABEL: {{algorithm.name: {own}}}}}")
+        return algorithms
+
+    @field_validator("base", "algorithms", "teams", "options")
+    @classmethod
+    def _absolute(cls, changes: Changes) -> Changes:
+        """Give files of algorithms absolute paths, so that a study's folder can be continued from anywhere."""
+        return with_absolute_algorithms(changes)
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -181,6 +199,19 @@ def content(source: Any, folder: Path | None) -> Any:
     beside = (folder or Path()) / source
     data, _ = read_source(beside if beside.is_file() and source not in preset_names() else source)
     return data
+
+
+def with_absolute_algorithms(changes: Mapping[str, Any]) -> Changes:
+    """A copy of settings in which the names of algorithms of one's own have absolute paths."""
+    found: Changes = {}
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            found[key] = with_absolute_algorithms(value)
+            if key == "algorithm" and is_own(str(value.get("name"))):
+                found[key]["name"] = resolved(value["name"])
+        else:
+            found[key] = resolved(value) if key == "algorithm.name" and is_own(str(value)) else value
+    return found
 
 
 def flat(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

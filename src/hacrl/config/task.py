@@ -14,6 +14,7 @@ class RewardConfig(Strict):
     name: str
     """The reward function: exact, math, soft_overlong, or module:function."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """Factor of the function's value in the sum that is the reward."""
     max_completion_length: Length | None = None
     """The number of tokens from which soft_overlong is -1."""
     soft_punish_cache: Annotated[int, Field(ge=0, le=2**20)] | None = None
@@ -37,6 +38,7 @@ class CurriculumConfig(Strict):
     threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
     """The next stage begins when the mean reward of the last `window` steps is at least this."""
     window: Positive = 5
+    """Number of steps over which the mean reward is taken."""
 
 
 class ProblemsConfig(Strict):
@@ -45,14 +47,17 @@ class ProblemsConfig(Strict):
     name: str | None = None
     """A procedural task: arithmetic, or gym:GENERATOR of reasoning-gym. Otherwise give `train`."""
     min_operators: Few = 2
+    """The fewest operators in a chain of `arithmetic`."""
     max_operators: Few = 3
+    """The most operators in a chain of `arithmetic`."""
     max_operand: Annotated[int, Field(ge=9, le=99)] = 99
+    """The largest number in a chain of `arithmetic`."""
     minus_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the chains of `arithmetic` that lean to subtraction."""
     options: Options = {}
     """Options of a gym task's generator."""
     answer: Literal["tag", "last_line", "whole"] = "tag"
-    """What is scored in a gym task: the text in the last <answer>...</answer>, the last line, or all of it."""
+    """What is scored in a gym task: the text in the last `<answer>...</answer>`, the last line, or all of it."""
     instruction: str | None = None
     """Text added to every question of a gym task; default: a sentence that asks for an answer in that form."""
     curriculum: CurriculumConfig | None = None
@@ -60,12 +65,15 @@ class ProblemsConfig(Strict):
     train: str | None = None
     """Training data: a JSONL or parquet file, a folder written by `datasets`, or a hub id."""
     eval: str | None = None
+    """Held-out data: a file, a folder or a hub id, as in `train`."""
     subset: str | None = None
+    """Subset of the hub data set in `train`."""
     eval_subset: str | None = None
-    """Subset of the hub data set in `eval`; `subset` is that of `train`."""
+    """Subset of the hub data set in `eval`."""
     train_split: str = "train"
+    """Split of the hub data set in `train`."""
     eval_split: str = "test"
-    """Split of a hub data set; for procedural tasks `test` or `validation`."""
+    """Split of the hub data set in `eval`; for tasks with a name: test or validation."""
     reward: list[RewardConfig] = []
     """Reward functions: exact, math, soft_overlong or module:function; or a list of them with weights."""
     reward_timeout: Seconds = 10.0
@@ -73,6 +81,7 @@ class ProblemsConfig(Strict):
     reward_call_timeout: Seconds = 120.0
     """Time limit in seconds for one call of your own reward function."""
     reward_workers: Few = 2
+    """Number of processes that run `math`, or the scorer of a gym task."""
     reward_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = 4.0
     """Memory that each process of a reward function may use, with the processes it starts; null: no limit."""
 
@@ -147,6 +156,7 @@ class PartConfig(ProblemsConfig):
     id: Label | None = None
     """The name of the part in metrics; default: the task's or the file's name."""
     weight: Weight = 1.0
+    """Share of the problems, relative to the weights of the other parts."""
 
     @property
     def label(self) -> str:

@@ -52,6 +52,7 @@ class WarmupSettings(ModelSettings):
     target_accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
     """Stop before `max_steps` once greedy accuracy on the held-out problems of `task` reaches this."""
     learning_rate: Annotated[float, Field(ge=0, le=10)] = 1e-5
+    """Learning rate of AdamW."""
 
     @field_validator("data", mode="before")
     @classmethod
@@ -64,6 +65,7 @@ class WarmupAgentConfig(WarmupSettings):
     """One agent of a warm-up: a model, or how to make one, and its settings."""
 
     id: Label
+    """Name of the agent in metrics, files and on the command line."""
     model: str | None = None
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
     max_layers: Positive | None = None
@@ -114,6 +116,7 @@ class WarmupConfig(TeamConfig, WarmupSettings):
     command = "warmup"
 
     agents: Team[WarmupAgentConfig]
+    """The agents, at least one; they are trained one beside the other."""
     task: TaskConfig | None = None
     """Task on whose held-out problems greedy accuracy is measured, together with the held-out loss."""
     eval_every: Count = 20
@@ -127,7 +130,9 @@ class WarmupConfig(TeamConfig, WarmupSettings):
     save_total_limit: Positive | None = 1
     """How many of the newest checkpoints are kept; null: all."""
     seed: Seed = 0
+    """Seed of the order of rows, and of new weights."""
     output_dir: str = "runs/warmup"
+    """Folder of the warm-up; it must be new or empty."""
 
     @model_validator(mode="after")
     def _measures_targets(self) -> Self:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hacrl.agents.loading import load_model
+from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.learners.lora import CONFIG_FILE
 from hacrl.training.checkpoint import find_checkpoint
@@ -18,12 +19,16 @@ def export_run(run_dir: Path, folder: Path, step: int | None, merge: bool) -> It
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
     for agent in run.config().agents:
-        source, target = chosen / "agents" / agent.id, folder / agent.id
-        if not merge or not (source / CONFIG_FILE).is_file():
-            shutil.copytree(source, target)
-        else:
-            load_model(agent.model_copy(update={"device": "cpu"}), source).save_pretrained(target)
-            for path in source.iterdir():
-                if not path.name.startswith("adapter_"):  # files of the tokenizer
-                    shutil.copy(path, target)
-        yield target
+        yield save_agent(agent, chosen / "agents" / agent.id, folder / agent.id, merge)
+
+
+def save_agent(agent: AgentConfig, source: Path, target: Path, merge: bool) -> Path:
+    """Copy the model in a checkpoint to a new folder; returns the folder."""
+    if not merge or not (source / CONFIG_FILE).is_file():
+        shutil.copytree(source, target)
+        return target
+    load_model(agent.model_copy(update={"device": "cpu"}), source).save_pretrained(target)
+    for path in source.iterdir():
+        if not path.name.startswith("adapter_"):  # files of the tokenizer
+            shutil.copy(path, target)
+    return target

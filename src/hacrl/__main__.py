@@ -1,0 +1,3 @@
+from hacrl.cli import main
+
+main()
