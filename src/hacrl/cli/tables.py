@@ -101,6 +101,10 @@ def print_costs(console: Console, config: RunConfig) -> None:
 
 
 def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
+    from hacrl.live.progress import duration, wall_seconds
+    from hacrl.training.health import findings
+    from hacrl.training.run_dir import RunDir
+
     counted = ("rollouts", "updates", "unverified", "dropped")
     title = f"{summary.get('algorithm')}, {summary['steps']} steps"
     table = new_table(title, "agent", "start", "final", *counted)
@@ -108,7 +112,11 @@ def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> N
         accuracies = [decimals(agent.get(name)) for name in ("start_accuracy", "final_accuracy")]
         table.add_row(agent_id, *accuracies, *(f"{agent.get(name, 0):,}" for name in counted))
     console.print(table)
-    console.print(Text(f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}"), soft_wrap=True)
+    run = RunDir(run_dir)
+    for finding in findings(run.config(), run.metrics()):
+        console.print(Text.assemble(("note ", "yellow"), finding), soft_wrap=True)
+    lines = f"Time: {duration(wall_seconds(summary))}\nRun: {run_dir}   look at it with: hacrl rollouts {run_dir}"
+    console.print(Text(lines), soft_wrap=True)
 
 
 def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Path]) -> None:

@@ -252,7 +252,7 @@ class Progress:
     def _line(self) -> str:
         """What goes on, for a log."""
         busy = ", ".join(sorted(self.view.busy))
-        parts = [f"step {self.view.step}/{self.view.config.max_steps} done", going_on()]
+        parts = [f"{self.view.step}/{self.view.config.max_steps} steps done", going_on()]
         return " | ".join([*parts, f"at work: {busy}"] if busy else parts)
 
     def _publish(self) -> None:
@@ -310,3 +310,8 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def wall_seconds(summary: dict[str, Any]) -> float:
+    """Seconds that a run has taken in all; in summaries of earlier versions, those of its steps."""
+    return float(summary.get("wall_seconds") or summary["seconds"] or 0)
