@@ -24,11 +24,10 @@ from hacrl.cli import main
 from hacrl.config.warmup import WarmupConfig
 from hacrl.errors import UserError
 from hacrl.run import train
-from hacrl.signs import Activity, Display
 from hacrl.tasks.arithmetic import ArithmeticTask, split_of, worked_answer
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run_dir import RunDir
-from hacrl.warmup.stage import Progress, Warmup, given_config, saved_config, warm_up
+from hacrl.warmup.stage import Display, Warmup, given_config, saved_config, warm_up
 from hacrl.warmup.start import keep_layers
 from tiny_models import ARCHITECTURES, tiny
 
@@ -178,7 +177,7 @@ def test_an_epoch_has_every_row_once_and_files_have_their_shares(tmp_path: Path)
     files = [{"file": str(tmp_path / "a.jsonl"), "weight": 2}, str(tmp_path / "b.jsonl")]
     config = make(tmp_path, data=files, batch_size=9, max_steps=3)
     Path(config.output_dir).mkdir()
-    stage = Warmup(config, RunDir(config.output_dir), Progress(config, Display(Console(quiet=True)), Activity("")))
+    stage = Warmup(config, RunDir(config.output_dir), Display(config, Console(quiet=True)))
     rows = stage.pupils[0].rows
     epochs, position = [], 0
     for _ in range(3):
@@ -630,7 +629,7 @@ def test_a_terminal_gets_a_line_that_moves_and_the_lines_of_evaluations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hacrl.signs.SHOW_AFTER", 0.0)
-    monkeypatch.setattr("hacrl.signs.REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr("hacrl.signs.REFRESH_SECONDS", 0.001)
     config = make(tmp_path, data={"task": {"name": "arithmetic"}}, max_steps=12, eval_size=4, eval_every=6)
     screen = io.StringIO()
     warm_up(config, console=Console(file=screen, force_terminal=True, force_interactive=True, width=100))

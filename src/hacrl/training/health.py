@@ -37,7 +37,10 @@ class Health:
 
     def __init__(self, config: RunConfig) -> None:
         ids = [agent.id for agent in config.agents]
-        self._checks = [CollaborationCheck(ids, config.algorithm), LearningCheck(config)]
+        self._checks: list[CollaborationCheck | LearningCheck] = [
+            CollaborationCheck(ids, config.algorithm),
+            LearningCheck(config),
+        ]
         self._told: set[tuple[str, str]] = set()
 
     def warnings(self, metrics: dict[str, Any]) -> list[str]:

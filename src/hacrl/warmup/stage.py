@@ -4,15 +4,16 @@ import math
 import shutil
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
+from hacrl import signs
 from hacrl.agents.loading import Bases, resolve_model
 from hacrl.agents.model import AgentModel
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
@@ -24,7 +25,6 @@ from hacrl.execution.memory import keep_freed_memory
 from hacrl.learners.supervised import SupervisedLearner
 from hacrl.learners.updating import Updater, read_state, write_state
 from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
-from hacrl.signs import Activity, Display, doing
 from hacrl.sources.policy import PolicySource
 from hacrl.tasks import Task, build_task
 from hacrl.terminal import Terminal
@@ -75,20 +75,19 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
         if agent.tokenizer is not None:
             resolve_tokenizer(agent)
     task, remarks = build_task(config.task, config.seed) if config.task else (None, [])
-    with task.verifier if task else nullcontext(), Display(console) as display, doing("warm-up") as activity:
-        progress = Progress(config, display, activity)
+    with task.verifier if task else nullcontext(), Display(config, console) as display:
         for remark in remarks:
-            progress.note(remark)
+            display.note(remark)
         make_folder(run.path)
         with run.locked():
             if resume:
-                stage = Warmup(config, run, progress, task)
+                stage = Warmup(config, run, display, task)
                 stage.resume()
                 write_atomically(run.path / CONFIG_FILE, config.to_yaml())
             else:
                 write_atomically(run.path / CONFIG_FILE, config.to_yaml())  # from here on it can be continued
                 try:
-                    stage = Warmup(config, run, progress, task)
+                    stage = Warmup(config, run, display, task)
                 except BaseException:
                     clear(run.path)
                     raise
@@ -142,8 +141,8 @@ class Pupil:
 class Warmup:
     """Trains agents in turn, each on its own rows, with one update a step until its `max_steps`."""
 
-    def __init__(self, config: WarmupConfig, run: RunDir, progress: "Progress", task: Task | None = None) -> None:
-        self.config, self.run, self.progress, self.task = config, run, progress, task
+    def __init__(self, config: WarmupConfig, run: RunDir, display: "Display", task: Task | None = None) -> None:
+        self.config, self.run, self.display, self.task = config, run, display, task
         self.step = 0
         self.seconds = 0.0
         bases: Bases = {}
@@ -165,9 +164,9 @@ class Warmup:
         sizes = " + ".join(f"{source.size:,}" if source.size is not None else "endless" for source in rows.sources)
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in rows.dropped.items())
         dropped = f", dropped {rows.dropped.total():,} ({reasons})" if reasons else ""
-        self.progress.note(f"{reader.config.id}: rows to train on {sizes}, held out {len(rows.heldout):,}{dropped}")
+        self.display.note(f"{reader.config.id}: rows to train on {sizes}, held out {len(rows.heldout):,}{dropped}")
         if not reader.tokenizer.chat_template:
-            self.progress.note(f"{reader.config.id} has no chat template: string prompts are given to it as they are.")
+            self.display.note(f"{reader.config.id} has no chat template: string prompts are given to it as they are.")
 
     def train(self) -> dict[str, Any]:
         if self.step == 0:
@@ -205,7 +204,7 @@ class Warmup:
         }
         return {f"{pupil.config.id}/{name}": value for name, value in metrics.items()}
 
-    @doing("evaluating")
+    @signs.doing("evaluating")
     def _evaluate(self, pupil: Pupil) -> dict[str, Any]:
         """Measure the loss on held-out rows, and greedy accuracy if there is a task."""
         start = time.perf_counter()
@@ -229,9 +228,9 @@ class Warmup:
 
     def _log(self, metrics: dict[str, Any]) -> None:
         self.run.append_metrics(metrics)
-        self.progress.show(self.step, metrics)
+        self.display.show(self.step, metrics)
 
-    @doing("saving")
+    @signs.doing("saving")
     def _save(self) -> None:
         checkpoint.save_checkpoint(self.run.path, self.step, self._state_dict(), self._save_agents)
         checkpoint.prune(self.run.path, self.config.save_total_limit, None)
@@ -248,7 +247,7 @@ class Warmup:
             for pupil in self.pupils:
                 pupil.load(*files_of(found, pupil.config.id))
         else:
-            self.progress.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
+            self.display.note(f"{self.run.path} has no checkpoint yet: it starts from the beginning.")
         self.run.rewind(self.step if found else -1)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -351,14 +350,21 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 # --- what a person sees ----------------------------------------------------------------------------
 
 
-class Progress:
+class Display(ExitStack):
     """Shows how far a warm-up is: one moving line in a terminal, lines elsewhere."""
 
-    def __init__(self, config: WarmupConfig, display: Display, activity: Activity) -> None:
-        self.config, self.display, self.activity = config, display, activity
+    def __init__(self, config: WarmupConfig, console: Console) -> None:
+        super().__init__()
+        self.config, self.console = config, console
+        self.signs, self.activity = signs.Display(console), signs.Activity("warm-up")
+
+    def __enter__(self) -> Self:
+        self.enter_context(self.signs)
+        self.activity = self.enter_context(signs.doing("warm-up"))
+        return self
 
     def note(self, text: str) -> None:
-        self.display.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
+        self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
 
     def show(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the metrics of a step; as a line that stays after an evaluation or if there is no terminal."""
@@ -372,5 +378,5 @@ class Progress:
             self.activity.begin("warm-up", step)
         self.activity.total, self.activity.done, self.activity.note = self.config.last_step, step, " | ".join(parts)
         evaluated = any("/eval_" in name for name in metrics)
-        if evaluated or (not self.display.console.is_interactive and step % LINE_EVERY == 0):
-            self.display.say(" | ".join([f"step {step}/{self.config.last_step}", *parts]))
+        if evaluated or (not self.console.is_interactive and step % LINE_EVERY == 0):
+            self.signs.say(" | ".join([f"step {step}/{self.config.last_step}", *parts]))
