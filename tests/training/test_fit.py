@@ -1,13 +1,14 @@
 """Whether a run fits: what agents need together, and a change that is enough and no larger than needed."""
 
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import Qwen3Config
 
+from hacrl.cli import main
 from hacrl.config import RunConfig
 from hacrl.config.settings import apply_overrides
 from hacrl.training.fit import COMPUTER, GPUS, USABLE, Memories, Need, computer_gib
@@ -159,16 +160,28 @@ def test_without_a_gpu_all_agents_are_in_this_computer(models: list[str]) -> Non
 # --- the command ---------------------------------------------------------------------------------------
 
 
-def dry_run(folder: Path, config: RunConfig, *arguments: str) -> tuple[int, str, str]:
-    (folder / "run.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    command = [sys.executable, "-m", "hacrl.cli", "train", "run.yaml", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout, done.stderr
+DryRun = Callable[..., tuple[int, str, str]]
 
 
-def test_the_dry_run_says_whether_it_fits(tmp_path: Path, models: list[str]) -> None:
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> DryRun:
+    """`hacrl train` with a config and arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(config: RunConfig, *arguments: str) -> tuple[int, str, str]:
+        Path("run.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["hacrl", "train", "run.yaml", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def test_the_dry_run_says_whether_it_fits(dry_run: DryRun, models: list[str]) -> None:
     config = config_of(models)
-    code, out, _ = dry_run(tmp_path, config, "--dry-run", "--gpu", "h200")
+    code, out, _ = dry_run(config, "--dry-run", "--gpu", "h200")
     assert code == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "139.8" in line]
     assert [(row[0], row[1], row[4]) for row in rows] == [
@@ -179,29 +192,29 @@ def test_the_dry_run_says_whether_it_fits(tmp_path: Path, models: list[str]) -> 
     assert "The run does not fit: it would with agents.large.device=cuda:1." in out
     assert "The settings are valid" not in out
     assert "device: cuda" not in out  # the config is the one that was given
-    code, out, _ = dry_run(tmp_path, config, "agents.large.device=cuda:1", "--dry-run", "--gpu", "h200")
+    code, out, _ = dry_run(config, "agents.large.device=cuda:1", "--dry-run", "--gpu", "h200")
     assert code == 0
     assert "The settings are valid" in out
     assert "does not fit" not in out
 
 
-def test_the_dry_run_names_the_computer_s_own_memory(tmp_path: Path) -> None:
+def test_the_dry_run_names_the_computer_s_own_memory(dry_run: DryRun) -> None:
     agents = [{"id": "a", "model": "zoo:llama-plus"}, {"id": "b", "model": "zoo:llama-minus"}]
     task = {"name": "arithmetic"}
     config = RunConfig.from_dict({"agents": agents, "task": task, "max_prompt_length": 32, "max_completion_length": 8})
-    code, out, _ = dry_run(tmp_path, config, "--dry-run")
+    code, out, _ = dry_run(config, "--dry-run")
     assert code == 0
     assert "a + b │ this computer" in out
     assert "This computer has no GPU: agents are compared with its own memory." in out
     assert "The settings are valid" in out
-    code, out, _ = dry_run(tmp_path, config, "device=cuda:7", "--dry-run")
+    code, out, _ = dry_run(config, "device=cuda:7", "--dry-run")
     assert "not known" in out
     assert "This computer does not have these GPUs. Name theirs" in out
 
 
-def test_errors_of_the_data_come_before_estimates(tmp_path: Path, models: list[str]) -> None:
+def test_errors_of_the_data_come_before_estimates(dry_run: DryRun, models: list[str]) -> None:
     changes = ["task.name=null", "task.train=none.jsonl", "task.reward=exact"]
-    code, out, err = dry_run(tmp_path, config_of(models), *changes, "--dry-run")
+    code, out, err = dry_run(config_of(models), *changes, "--dry-run")
     assert (code, out) == (2, "")
     assert "There is no data set none.jsonl" in err
 
@@ -213,7 +226,7 @@ def test_errors_of_the_data_come_before_estimates(tmp_path: Path, models: list[s
         (["--gpu", "h200"], "--gpu is for --dry-run"),
     ],
 )
-def test_gpus_that_cannot_be_compared(tmp_path: Path, models: list[str], arguments: list[str], fragment: str) -> None:
-    code, out, err = dry_run(tmp_path, config_of(models), *arguments)
+def test_gpus_that_cannot_be_compared(dry_run: DryRun, models: list[str], arguments: list[str], fragment: str) -> None:
+    code, out, err = dry_run(config_of(models), *arguments)
     assert (code, out) == (2, "")
     assert fragment in err

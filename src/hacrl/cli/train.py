@@ -22,6 +22,8 @@ def train(
     ] = None,
 ) -> None:
     """Train the agents of a preset or a YAML file."""
+    if gpu is not None and not dry_run:
+        raise UserError("--gpu is for --dry-run: a run takes the devices that its config names.")
     with doing("starting"):
         from hacrl.run import resumed_config
         from hacrl.run import train as train_run
@@ -30,8 +32,6 @@ def train(
     if dry_run:
         print_plan(console, config, gpu)
         return
-    if gpu is not None:
-        raise UserError("--gpu is for --dry-run: a run takes the devices that its config names.")
     folder = Path(config.output_dir)
     with continued_by(f"continue with `hacrl train {folder} --resume`.", needed=folder / "config.yaml"):
         result = train_run(config, resume=resume, console=console)
