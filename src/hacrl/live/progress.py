@@ -33,7 +33,7 @@ GAP = "  "
 RECENT = 20
 """How many of the last steps the time left is estimated from."""
 PUBLISH_SECONDS = 1.0
-SHORT_PHASE = 10
+SHORT_PHASE = 5
 """Seconds after which a phase shows how long it has taken."""
 
 
