@@ -5,15 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from conftest import FAST
 from hacrl import signs
+from hacrl.errors import UserError
 from hacrl.signs import Display, advance, clock, doing, going_on
 from hacrl.terminal import OUTPUT_CLOSED
 from screen import Screen, in_a_terminal
@@ -117,7 +120,7 @@ def test_the_commands_around_a_run_say_what_they_do() -> None:
     Path("go").touch()
     said("train", "tiny.yaml")
     assert "writing the report, 0:0" in said("report", "run")
-    assert "saving models/a, 0:0" in said("export", "run", "models")
+    assert "saving models, 0:0" in said("export", "run", "models")
     File().write(Path("tiny.gguf"))
     imported = said("models", "import-gguf", "tiny.gguf", "imported")
     for what in ("starting", "reading the weights", "saving the model"):
@@ -230,3 +233,33 @@ def test_an_inner_display_takes_the_place_of_the_outer_one(monkeypatch: pytest.M
         while outer.getvalue() == at_the_start:
             os.sched_yield()
     assert "outer, 0:0" in outer.getvalue()
+
+
+class Cell:
+    """The output of a notebook's cell."""
+
+    def __init__(self) -> None:
+        self.transient, self.drawn = True, list[str]()
+
+    def start(self) -> None:
+        self.drawn.append("start")
+
+    def refresh(self) -> None:
+        self.drawn.append("refresh")
+
+    def stop(self) -> None:
+        self.drawn.append(f"stop, transient {self.transient}")
+
+
+def test_a_table_of_another_kind_is_drawn_in_place_of_the_lines_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "REFRESH_SECONDS", 0.001)
+    monkeypatch.setattr(signs, "LOG_SECONDS", 0.0)
+    cell, log = Cell(), io.StringIO()
+    display = Display(Console(file=log), lambda width: [Text("row")], table=lambda: cell)
+    assert display.draws
+    with suppress(UserError), display:
+        while not cell.drawn:
+            os.sched_yield()
+        raise UserError("what was reached stays")
+    assert cell.drawn == ["start", "refresh", "stop, transient False"]
+    assert log.getvalue() == ""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Lock, RLock, Thread
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -94,6 +94,17 @@ def going_on() -> str:
     return " › ".join(str(activity) for activity in list(_activities))
 
 
+class Table(Protocol):
+    """What is drawn anew at every look, as rich's `Live` is."""
+
+    transient: bool
+    """Whether it is gone after `stop`."""
+
+    def start(self) -> None: ...
+    def refresh(self) -> None: ...
+    def stop(self) -> None: ...
+
+
 class Display:
     """Shows on a console what goes on. A display inside another one takes its place."""
 
@@ -103,11 +114,16 @@ class Display:
         lines: Callable[[int], list[Text]] | None = None,
         line: Callable[[], str] = going_on,
         tick: Callable[[], None] = lambda: None,
+        table: Callable[[], Table] | None = None,
     ) -> None:
-        """`lines` are shown in a terminal of that width, `line` elsewhere; `tick` is called at every look."""
+        """`lines` are shown in a terminal of that width, `line` elsewhere; `tick` is called at every look.
+
+        `table` makes what draws the lines where there is no terminal, as in a notebook.
+        """
         self.console, self._lines, self._line, self._tick = console, lines or _lines, line, tick
         self._stays = lines is not None
-        self._live: Live | None = None
+        self._table = table or self._rich_table if table or console.is_interactive else None
+        self._live: Table | None = None
         self._shown: list[Text] = []
         self._lock, self._ended, self._closed = RLock(), Event(), False
         self._said = time.monotonic()
@@ -127,6 +143,11 @@ class Display:
         _displays.remove(self)
         if error is None:
             self.check_output()
+
+    @property
+    def draws(self) -> bool:
+        """Whether it shows lines that change; otherwise it prints one after the other."""
+        return self._table is not None
 
     def say(self, text: str) -> None:
         """Print a line, after which the next sign of life has time."""
@@ -161,20 +182,23 @@ class Display:
         with self._lock:
             if _displays[-1] is not self:
                 return
-            if self.console.is_interactive:
-                self._draw(self._lines(self.console.width))
+            if self._table:
+                self._draw(self._table, self._lines(self.console.width))
             elif time.monotonic() - self._said >= LOG_SECONDS and (line := self._line()):
                 self.say(line)
 
-    def _draw(self, lines: list[Text]) -> None:
+    def _draw(self, table: Callable[[], Table], lines: list[Text]) -> None:
         if not lines:
             self.hide()
         elif lines != self._shown:
             self._shown = lines
             if self._live is None:
-                self._live = Live(console=self.console, auto_refresh=False, get_renderable=self._renderable)
+                self._live = table()
                 self._live.start()
             self._live.refresh()
+
+    def _rich_table(self) -> Table:
+        return Live(console=self.console, auto_refresh=False, get_renderable=self._renderable)
 
     def _renderable(self) -> Text:
         return Text("\n", no_wrap=True, overflow="ellipsis").join(self._shown)

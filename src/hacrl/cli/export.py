@@ -16,8 +16,8 @@ def export(
     merge: Annotated[bool, Option("--merge", help="Make adapters part of their model's weights.")] = False,
 ) -> None:
     """Save the trained models of a run, each in a folder of its agent's name."""
-    with doing("starting"):
+    with doing("saving models"):
         from hacrl.training.export import export_run
 
-    for path in export_run(run, folder, checkpoint, merge):
-        say(f"Saved in {path}")
+        for path in export_run(run, folder, checkpoint, merge):
+            say(f"Saved in {path}")

@@ -246,7 +246,7 @@ class Progress:
 
     def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self.view.add(metrics)
-        if not self.display.console.is_interactive:
+        if not self.display.draws:
             self.display.say(self.view.line())
 
     def _line(self) -> str:

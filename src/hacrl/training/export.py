@@ -7,7 +7,6 @@ from pathlib import Path
 from hacrl.agents.loading import load_model
 from hacrl.errors import UserError
 from hacrl.learners.lora import CONFIG_FILE
-from hacrl.signs import doing
 from hacrl.training.checkpoint import find_checkpoint
 from hacrl.training.run_dir import RunDir
 
@@ -20,12 +19,11 @@ def export_run(run_dir: Path, folder: Path, step: int | None, merge: bool) -> It
         raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
     for agent in run.config().agents:
         source, target = chosen / "agents" / agent.id, folder / agent.id
-        with doing(f"saving {target}"):
-            if not merge or not (source / CONFIG_FILE).is_file():
-                shutil.copytree(source, target)
-            else:
-                load_model(agent.model_copy(update={"device": "cpu"}), source).save_pretrained(target)
-                for path in source.iterdir():
-                    if not path.name.startswith("adapter_"):  # files of the tokenizer
-                        shutil.copy(path, target)
+        if not merge or not (source / CONFIG_FILE).is_file():
+            shutil.copytree(source, target)
+        else:
+            load_model(agent.model_copy(update={"device": "cpu"}), source).save_pretrained(target)
+            for path in source.iterdir():
+                if not path.name.startswith("adapter_"):  # files of the tokenizer
+                    shutil.copy(path, target)
         yield target
