@@ -110,7 +110,7 @@ def learning(
     reward: float = 0.5, equal: float = 0.5, clipped: float = 0.1, others_equal: float = 0.5, **more: Any
 ) -> dict[str, Any]:
     own = {"a/reward": reward, "a/frac_reward_zero_std": equal, "a/completions/clipped_ratio": clipped}
-    return {"step_time": 1.0, **own, "b/reward": 0.5, "b/frac_reward_zero_std": others_equal, **more}
+    return {"step_time": 1.0, "b/reward": 0.5, "b/frac_reward_zero_std": others_equal, **own, **more}
 
 
 def test_a_healthy_run_is_quiet() -> None:
@@ -146,8 +146,11 @@ def test_what_others_found_teaches_too() -> None:
     alone = [learning(reward=0.0, equal=1.0)] * FEW
     assert said(alone, HACPO()) == []
     assert len(said(alone, GSPO())) == 1
-    assert len(said([learning(reward=0.0, equal=1.0, others_equal=1.0)] * FEW, HACPO())) == 2
-    assert said([learning(reward=0.0, equal=1.0, others_equal=1.0)] * FEW, OPD()) == []  # teachers' scores teach
+    both = learning(reward=0.0, equal=1.0, others_equal=1.0, **{"b/reward": 0.0})
+    assert len(said([both] * FEW, HACPO())) == 2
+    assert said([both | {"b/reward": 1.0}] * FEW, HACPO()) == []
+    assert said([both] * FEW, OPD()) == []  # teachers' scores teach
+    assert said([both | {f"{name}/imitation/tokens": 9.0 for name in ("a", "b")}] * FEW, HACPO()) == []
 
 
 def test_completions_that_are_cut_off() -> None:

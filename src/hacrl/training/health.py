@@ -16,6 +16,8 @@ OPPOSED = -0.05
 """Mean cosine of a learner's foreign and own gradient below which they are called opposed."""
 NO_SPREAD = 0.9
 """Share of groups with equal rewards from which on there is little to learn."""
+SAME = 0.05
+"""Largest difference between the mean rewards of agents that say the same about the problems."""
 MANY = 0.5
 """Share of completions that are cut off, or of rollouts that are dropped, from which on a warning says so."""
 NOT_FEW = 0.02
@@ -86,11 +88,14 @@ class LearningCheck:
     def _spread(self, agent: AgentConfig) -> str | None:
         """Say so if rewards are equal in nearly all groups, of all agents if they share rollouts: advantages are 0."""
         algorithm = self.config.algorithm
-        if algorithm.scores_by_others:  # others' scores teach without rewards
+        if algorithm.scores_by_others or any(self._known(f"{agent.id}/imitation/tokens")):  # these need no spread
             return None
         groups = self.config.agents if algorithm.shares_rollouts else [agent]
         shares = [self._known(f"{one.id}/frac_reward_zero_std") for one in groups]
         if not all(known and fmean(known) >= NO_SPREAD for known in shares):
+            return None
+        means = [fmean(self._known(f"{one.id}/reward")) for one in groups]
+        if max(means) - min(means) > SAME:  # what others are right about teaches
             return None
         own, rewards = fmean(self._known(f"{agent.id}/frac_reward_zero_std")), self._known(f"{agent.id}/reward")
         if own == 1 and min(rewards) == max(rewards):
