@@ -1,5 +1,6 @@
 """Trains one run, from its config to its results."""
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ def make_executor(config: RunConfig, on_agent: Callable[[str, bool], None]) -> E
 
 
 def _train(config: RunConfig, resume: bool, console: Console, title: str | None) -> RunResult:
+    began = time.monotonic()
     finished = _check_folder(config, resume)
     if finished is not None:
         return finished
@@ -134,6 +136,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         run = RunDir.open(config.output_dir) if resume else RunDir.create(config)
         audience = Audience([progress])
         trainer = Trainer(config, task, executor, run, audience)
+        trainer.accounts.began = began
         with run.locked(), progress.published(run.progress_file):
             if resume:
                 trainer.resume()

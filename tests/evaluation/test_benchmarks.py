@@ -18,11 +18,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from conftest import FAST, MakeConfig
+from hacrl import signs
 from hacrl.agents import loading
 from hacrl.agents.loading import load_tokenizer, resolve_model
 from hacrl.config import AgentConfig
 from hacrl.errors import UserError
-from hacrl.evaluation import answers, benchmarks
+from hacrl.evaluation import answers
 from hacrl.evaluation.answers import Answerer
 from hacrl.evaluation.benchmarks import EvaluationDir, evaluate_benchmarks, read_lines, weights_of
 from hacrl.evaluation.figures import majority
@@ -348,15 +349,18 @@ def test_another_tokenizer_or_template_is_another_model(data: Path, tmp_path: Pa
 
 
 def test_a_log_says_how_far_it_is(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(signs, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(signs, "REFRESH_SECONDS", 0.0005)
     log = io.StringIO()
     options = Options(benchmarks=["gsm8k"], data=data, output=tmp_path / "out", batch_size=4, system_prompt="")
-    evaluate_benchmarks(MODEL, options, Console(file=log))
-    first, second, done = log.getvalue().splitlines()
-    assert re.fullmatch(r"model: gsm8k 4 of 6 completions, [\d.]+ % right so far, [\d,]+ tokens/s", first)
-    right = sum(line["reward"] for line in read_lines(tmp_path / "out" / "gsm8k.jsonl"))
-    assert second.startswith(f"model: gsm8k 6 of 6 completions, {100 * right / 6:.1f} % right so far")
-    assert done == "model: gsm8k done"
+    with signs.Display(console := Console(file=log)):
+        evaluate_benchmarks(MODEL, options, console)
+    lines = log.getvalue().splitlines()
+    assert any(line.startswith(f"model: gsm8k, 0 of 6, 0:00 › loading {MODEL}, 0:") for line in lines)
+    assert any(re.search(r"gsm8k, 0 of 6, \d:\d\d › answering, \d of 4, 0:", line) for line in lines)
+    rate = r"\d+\.\d % right so far, [\d,]+ tokens/s, 0:\d\d, left 0:\d\d"
+    assert any(re.search(rf"^model: gsm8k, 4 of 6, {rate} › answering, \d of 2, 0:", line) for line in lines)
+    assert lines[-1] == "model: gsm8k done"
 
 
 def test_a_first_look_is_not_in_the_way(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

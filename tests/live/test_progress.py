@@ -2,11 +2,6 @@
 
 import io
 import json
-import os
-import pty
-import re
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +18,7 @@ from hacrl.errors import warn
 from hacrl.live.progress import COLUMNS, Progress, View, duration, fit
 from hacrl.run import resumed_config, train
 from hacrl.training.run_dir import RunDir
+from screen import Screen, in_a_terminal
 
 
 def four_agents(**changes: Any) -> RunConfig:
@@ -253,38 +249,6 @@ def test_the_phase_is_published(tmp_path: Path) -> None:
         assert not file.exists()
 
 
-class Screen:
-    """A terminal that understands what the live table sends: it is what a person would see."""
-
-    def __init__(self) -> None:
-        self.lines, self.row, self.column = [""], 0, 0
-
-    @classmethod
-    def after(cls, data: str) -> list[str]:
-        """The lines that are not empty."""
-        screen = cls()
-        screen.feed(data)
-        return [line.rstrip() for line in screen.lines if line.strip()]
-
-    def feed(self, data: str) -> None:
-        for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+|\x1b", data):
-            if part == "\r":
-                self.column = 0
-            elif part == "\n":
-                self.row += 1
-                self.lines += [""] * (self.row + 1 - len(self.lines))
-            elif part == "\x1b[2K":
-                self.lines[self.row] = ""
-            elif part == "\x1b[1A":
-                self.row -= 1
-            elif part.startswith("\x1b"):
-                assert part[-1] in "mhl", part  # colours, the cursor
-            else:
-                line = self.lines[self.row].ljust(self.column)
-                self.lines[self.row] = line[: self.column] + part + line[self.column + len(part) :]
-                self.column += len(part)
-
-
 IN_A_TERMINAL = """
 import sys, time
 from rich.console import Console
@@ -307,20 +271,8 @@ with Progress(config, Console()) as progress:
 
 
 def test_warnings_stand_above_the_table_in_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    process = subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL], stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    sent = b""
-    while True:
-        try:
-            sent += os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
-    assert process.wait(60) == 0
+    drawn = in_a_terminal(IN_A_TERMINAL)
     warning = "Agent llama-plus: be [bold]careful[/bold]"
-    drawn = sent.decode("utf-8")
     before_the_end = drawn[: drawn.rindex(warning) + len(warning)]
     text = Screen.after(before_the_end)
     assert text[:2] == [warning, "seen"]

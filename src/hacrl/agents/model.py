@@ -15,13 +15,16 @@ from hacrl.rollouts.engines import engine_of
 from hacrl.rollouts.reader import Reader
 from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
 from hacrl.seeding import ADAPTER, derive_seed
+from hacrl.signs import doing
 from hacrl.sources.policy import PolicySource
 
 
 def vllm_of(config: AgentConfig) -> VLLM:
     """Start vLLM with an agent's model, in this process."""
     length = config.max_prompt_length + config.max_completion_length
-    return VLLM(source_of(config), config.dtype, length, config.sampling_batch_size, config.temperature, config.vllm)
+    limits = length, config.sampling_batch_size, config.temperature
+    with doing(f"starting vLLM with {config.model}"):
+        return VLLM(source_of(config), config.dtype, *limits, config.vllm)
 
 
 class AgentModel:
@@ -37,15 +40,16 @@ class AgentModel:
     ) -> None:
         """`bases` holds the models that agents with adapters share in this process."""
         self.config, self.index, self.seed = config, index, seed
-        self.tokenizer = load_tokenizer(config)
         self.adapter: Adapter | None = None
         self._base: nn.Module | None = None
-        if config.lora is None:
-            self.model = load_model(config)
-        else:
-            self._base = load_base(config, {} if bases is None else bases)
-            self.model = with_same_weights(self._base)
-            self.adapter = self._adapter(self.model)
+        with doing(f"loading {config.model}"):
+            self.tokenizer = load_tokenizer(config)
+            if config.lora is None:
+                self.model = load_model(config)
+            else:
+                self._base = load_base(config, {} if bases is None else bases)
+                self.model = with_same_weights(self._base)
+                self.adapter = self._adapter(self.model)
         self.device = next(self.model.parameters()).device
         self.reader = Reader(config, self.tokenizer, *limits_of(self.model, self.tokenizer, config.id))
         self.policy = Policy(self.model, config, self.reader.stop_ids, entropy_gradient=entropy_gradient)

@@ -17,6 +17,7 @@ from hacrl.cli.common import console as terminal
 from hacrl.cli.tables import new_table
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.signs import doing
 
 EVIDENCE = Path(__file__).parent / "demo_seeds.json"
 """Gain over GSPO of each agent and algorithm in `docs/results/demo.yaml`: the mean, and how many seeds are ahead."""
@@ -44,7 +45,8 @@ def demo(
 
 def run_demo(console: Console, output_dir: str | None, overrides: list[str]) -> dict[str, dict[str, Any]]:
     """Train with each algorithm in turn, print the comparison, and return the summaries by algorithm."""
-    from hacrl.run import train
+    with doing("starting"):
+        from hacrl.run import train
 
     numbered = (Path("runs") / f"demo-{number}" for number in itertools.count(1))
     base = Path(output_dir) if output_dir else next(path for path in numbered if not path.exists())

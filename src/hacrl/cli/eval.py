@@ -8,6 +8,7 @@ from typer import Argument, Option
 from hacrl.cli.common import console, continued_by, finite
 from hacrl.cli.tables import print_accuracies, print_benchmarks, print_checks
 from hacrl.evaluation.options import Options
+from hacrl.signs import doing
 
 
 def evaluate(
@@ -75,7 +76,8 @@ def evaluate(
 
 
 def run_benchmarks(target: str, options: Options) -> None:
-    from hacrl.evaluation.benchmarks import evaluate_benchmarks
+    with doing("starting"):
+        from hacrl.evaluation.benchmarks import evaluate_benchmarks
 
     with continued_by("the same command goes on where it stopped."):
         results, folder = evaluate_benchmarks(target, options, console)

@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from hacrl.cli.common import RunFolder, say
 from hacrl.errors import UserError
+from hacrl.signs import doing
 
 
 def export(
@@ -23,16 +24,17 @@ def export(
     private: Annotated[bool, Option("--private", help="With --push-to-hub: a new repository is private.")] = False,
 ) -> None:
     """Save the trained models of a run in folders, or upload one of them to the Hugging Face hub."""
-    from hacrl.training.export import export_run
-    from hacrl.training.hub import push_agent
-
-    if push_to_hub is not None:
-        done = push_agent(run, target, push_to_hub, checkpoint, merge=merge, private=private)
-        for name, size in done.files.items():
-            say(f"Uploaded {name} ({size:,} bytes)")
-        say(f"See {done.url}")
-        return
-    if private:
+    if private and push_to_hub is None:
         raise UserError("--private is for --push-to-hub ORG/NAME.")
-    for path in export_run(run, Path(target), checkpoint, merge):
-        say(f"Saved in {path}")
+    with doing("uploading the model" if push_to_hub else "saving models"):
+        from hacrl.training.export import export_run
+        from hacrl.training.hub import push_agent
+
+        if push_to_hub is not None:
+            done = push_agent(run, target, push_to_hub, checkpoint, merge=merge, private=private)
+            for name, size in done.files.items():
+                say(f"Uploaded {name} ({size:,} bytes)")
+            say(f"See {done.url}")
+            return
+        for path in export_run(run, Path(target), checkpoint, merge):
+            say(f"Saved in {path}")

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from hacrl import __version__
-from hacrl.cli.common import OUT_OF_SPACE, fail, say
+from hacrl.cli.common import OUT_OF_SPACE, console, fail, say
 from hacrl.cli.config import config
 from hacrl.cli.demo import demo
 from hacrl.cli.eval import evaluate
@@ -23,6 +23,7 @@ from hacrl.cli.train import train
 from hacrl.cli.warmup import warmup
 from hacrl.cli.watch import watch
 from hacrl.errors import OUT_OF_MEMORY, TrainingDiverged, UserError, lack_of_memory, system_error
+from hacrl.signs import Display
 from hacrl.terminal import OUTPUT_CLOSED, OutputClosed, guard_logs, print_traceback
 
 NOT_USABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
@@ -56,7 +57,8 @@ def main() -> None:
     """Run the command that was asked for; errors that a user can fix end it with one sentence."""
     guard_logs()
     try:
-        app(prog_name="hacrl")  # also for `python -m hacrl`, which a shell could not complete
+        with Display(console):
+            app(prog_name="hacrl")  # also for `python -m hacrl`, which a shell could not complete
     except UserError as error:
         fail(str(error), 2)
     except OutputClosed:  # as `ls | head -1` ends

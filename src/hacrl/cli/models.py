@@ -10,6 +10,7 @@ from typer import Argument, Option
 from hacrl.cli.common import console, say
 from hacrl.cli.tables import print_models
 from hacrl.config.strict_yaml import dump_yaml
+from hacrl.signs import doing
 
 Dtype = StrEnum("Dtype", ["float32", "float16", "bfloat16"])
 models_app = typer.Typer(invoke_without_command=True)
@@ -29,9 +30,10 @@ def import_gguf(
     dtype: Annotated[Dtype, Option(help="Of the saved weights; float32 keeps their values.")] = Dtype.float32,
 ) -> None:
     """Make an ordinary model folder from a GGUF file."""
-    import torch
+    with doing("starting"):
+        import torch
 
-    from hacrl.agents.gguf import import_gguf as save_gguf
+        from hacrl.agents.gguf import import_gguf as save_gguf
 
     repairs = save_gguf(source, folder, getattr(torch, dtype.value))
     use = dump_yaml({"agents": [{"id": "a", "model": str(folder)}]}, default_flow_style=None).strip()

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -11,7 +11,13 @@ from rich.text import Text
 
 from hacrl.config import RunConfig
 from hacrl.config.strict_yaml import dump_yaml
+from hacrl.errors import UserError, nearest
 from hacrl.evaluation.options import Options
+from hacrl.signs import doing
+
+if TYPE_CHECKING:  # the command starts without torch
+    from hacrl.training.fit import Memories
+    from hacrl.training.plan import AgentPlan
 
 
 def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
@@ -48,31 +54,51 @@ def print_models(console: Console) -> None:
     console.print(presets)
 
 
-def print_plan(console: Console, config: RunConfig) -> None:
-    """What a run would do and cost, for `--dry-run`."""
+def print_plan(console: Console, config: RunConfig, gpu: str | None = None) -> None:
+    """What a run would do and cost, and whether it fits, for `--dry-run`."""
     from hacrl.live.browse import prompt_text, shortened
+    from hacrl.training.fit import GPUS, Memories
     from hacrl.training.plan import first_problem
 
-    print_costs(console, config)
+    if gpu is not None and gpu not in GPUS:
+        raise UserError(f"--gpu: unknown GPU {gpu!r}{nearest(gpu, GPUS)}")
     problem, remarks = first_problem(config)
+    memories = Memories(gpu)
+    console.print(Text(config.to_yaml()), soft_wrap=True)
+    print_costs(console, *memories.plan(config))
     told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
     for remark in filter(None, (*remarks, *told)):
         console.print(Text(f"note {remark}"), soft_wrap=True)
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
         console.print(Text.assemble("Its answer: ", shortened(problem.answer)))
-    console.print(
-        "The settings are valid. Tokenizers, lengths of prompts and devices are looked at when the run starts."
-    )
+    print_fit(console, config, memories)
 
 
-def print_costs(console: Console, config: RunConfig) -> None:
+def print_fit(console: Console, config: RunConfig, memories: "Memories") -> None:
+    """Whether each agent and all together fit into memory; if not, what would make them fit."""
+    needs = memories.needs(config)
+    texts = ("agent", "memory", "verdict")
+    table = new_table("Does it fit? (GiB, estimate)", "agent", "memory", "needed", "there", "verdict", left=texts)
+    for need in needs:
+        there = "–" if need.there is None else f"{need.there:,.1f}"
+        table.add_row(" + ".join(need.agents), memories.name(need.place), f"{need.planned:,.1f}", there, need.verdict)
+    console.print(table)
+    remarks = memories.remarks(needs)
+    if all(need.fits is not False for need in needs):
+        remarks.append("The settings are valid. Tokenizers and lengths of prompts are looked at when the run starts.")
+    else:
+        changes = memories.smallest_change(config)
+        what = "take smaller models or more memory" if changes is None else f"it would with {' '.join(changes)}"
+        remarks.append(f"The run does not fit: {what}. Estimated at full lengths (docs/scaling.md).")
+    console.print(Text("\n".join(remarks)), soft_wrap=True)
+
+
+def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]") -> None:
     """Rollouts, updates, memory and seconds that a run would need."""
     from hacrl.live.progress import duration
-    from hacrl.training.plan import plan, step_seconds
+    from hacrl.training.plan import step_seconds
 
-    plans = plan(config)
-    console.print(Text(config.to_yaml()), soft_wrap=True)
     table = new_table("Per step", "agent", "parameters", "rollouts sampled", "rollouts used", "updates")
     times = new_table(
         "Seconds of a step (estimate)", "agent", "device", "sampling", "learning", left=("agent", "device")
@@ -100,6 +126,10 @@ def print_costs(console: Console, config: RunConfig) -> None:
 
 
 def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
+    from hacrl.live.progress import duration, wall_seconds
+    from hacrl.training.health import findings
+    from hacrl.training.run_dir import RunDir
+
     counted = ("rollouts", "updates", "unverified", "dropped")
     title = f"{summary.get('algorithm')}, {summary['steps']} steps"
     table = new_table(title, "agent", "start", "final", *counted)
@@ -107,7 +137,11 @@ def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> N
         accuracies = [decimals(agent.get(name)) for name in ("start_accuracy", "final_accuracy")]
         table.add_row(agent_id, *accuracies, *(f"{agent.get(name, 0):,}" for name in counted))
     console.print(table)
-    console.print(Text(f"Run: {run_dir}   look at it with: hacrl rollouts {run_dir}"), soft_wrap=True)
+    run = RunDir(run_dir)
+    for finding in findings(run.config(), run.metrics()):
+        console.print(Text.assemble(("note ", "yellow"), finding), soft_wrap=True)
+    lines = f"Time: {duration(wall_seconds(summary))}\nRun: {run_dir}   look at it with: hacrl rollouts {run_dir}"
+    console.print(Text(lines), soft_wrap=True)
 
 
 def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Path]) -> None:
@@ -124,9 +158,10 @@ def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Pa
 
 def print_accuracies(console: Console, target: str, options: Options) -> None:
     """Held-out accuracy of a model or of a run's agents; parts of a mixture below each."""
-    from hacrl.evaluation.heldout import evaluate_target
-    from hacrl.evaluation.subjects import config_of
-    from hacrl.report.collect import describe_task
+    with doing("starting"):
+        from hacrl.evaluation.heldout import evaluate_target
+        from hacrl.evaluation.subjects import config_of
+        from hacrl.report.collect import describe_task
 
     config = options.config or "demo"
     task = describe_task(config_of(target, config).task.model_dump())

@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from hacrl.cli.common import Overrides, console, continued_by
 from hacrl.cli.tables import print_warmup
+from hacrl.signs import doing
 
 
 def warmup(
@@ -15,7 +16,8 @@ def warmup(
     resume: Annotated[bool, Option("--resume", help="Continue the warm-up in its folder.")] = False,
 ) -> None:
     """Teach models the form of answers from written ones, before reinforcement learning."""
-    from hacrl.warmup.stage import given_config, warm_up
+    with doing("starting"):
+        from hacrl.warmup.stage import given_config, warm_up
 
     config = given_config(source, overrides or [], resume)
     folder = Path(config.output_dir)

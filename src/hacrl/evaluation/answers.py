@@ -17,6 +17,7 @@ from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.prompts import Beginning, check_ids, has_unknown, render
 from hacrl.rollouts.retokenize import decode
 from hacrl.rollouts.rollout import Completion
+from hacrl.signs import doing
 from hacrl.sources.policy import PolicySource
 from hacrl.tasks.boxed import stated
 from hacrl.tasks.problem import Problem
@@ -71,9 +72,13 @@ class Answerer:
         self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], score: Score, temperature: float, seed: int
     ) -> list[Line]:
         """Sample one completion of each problem's prompt, and have them judged. Temperature 0 is greedy decoding."""
-        completions = self.complete(prompts, temperature, seed)
-        texts = [decode(self.source.reader.tokenizer, completion.content_ids) for completion in completions]
-        rows = zip(problems, texts, completions, score(problems, texts), strict=True)
+        source = self.source
+        with doing("answering", len(prompts)):
+            completions = self.complete(prompts, temperature, seed)
+        texts = [decode(source.reader.tokenizer, completion.content_ids) for completion in completions]
+        with doing("judging"):
+            verdicts = score(problems, texts)
+        rows = zip(problems, texts, completions, verdicts, strict=True)
         return [answer_line(problem, text, own.finish_reason, len(own.token_ids), v) for problem, text, own, v in rows]
 
     def complete(self, prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[Completion]:

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from hacrl.agents.loading import resolve_model
 from hacrl.config import AgentConfig, checked
@@ -24,6 +24,7 @@ from hacrl.evaluation.figures import NO_ROOM, Figure, Line, by_problem_with_vote
 from hacrl.evaluation.options import Options
 from hacrl.evaluation.subjects import agents_of, check_model, is_run
 from hacrl.seeding import EVALUATE, derive_seed
+from hacrl.signs import Activity, doing
 from hacrl.statistics import Array, mean_over_sets
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.verify import Verdict
@@ -35,8 +36,6 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 """System prompt of a model that is not the agent of a run."""
 SAMPLE_OF_WEIGHTS = 1 << 16
 """Bytes at the beginning and the end of each file of weights that go into a model's fingerprint."""
-SECONDS_BETWEEN_LINES = 30.0
-"""Seconds between two progress lines in a log."""
 FILES_OF_WEIGHTS = (".safetensors", ".bin")
 FILES_OF_A_MODEL = (*FILES_OF_WEIGHTS, ".json", ".jinja", ".model", ".txt")
 """Endings of a model's files, with its configuration, tokenizer and chat template."""
@@ -77,12 +76,9 @@ def evaluate_benchmarks(target: str, options: Options, console: Console) -> tupl
     folder = EvaluationDir(options.output or usual, alone=[agent.id for agent in agents] == ["model"])
     answerers = (Answerer(agent, as_trained=False) for agent in agents)
     jobs = [[Job(answerer, each, options, seed) for each in sets] for answerer in answerers]
-    told, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
-    columns = (told, BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
-    bars = Progress(*columns, console=console, disable=not console.is_terminal)
-    with folder.locked(), Judge() as judge, bars as progress:
+    with folder.locked(), Judge() as judge:
         folder.begin(target, jobs)
-        evaluation = Evaluation(folder, judge, progress)
+        evaluation = Evaluation(folder, judge, console)
         while jobs:
             own = jobs.pop(0)  # nothing holds the model of the agent before any longer
             values = [evaluation.run(job) for job in own]
@@ -246,8 +242,8 @@ def _text(lines: Iterable[Line]) -> str:
 class Evaluation:
     """Fills the folder of an evaluation: samples and judges what it does not hold yet."""
 
-    def __init__(self, folder: EvaluationDir, judge: Judge, progress: Progress) -> None:
-        self.folder, self.judge, self.progress = folder, judge, progress
+    def __init__(self, folder: EvaluationDir, judge: Judge, console: Console) -> None:
+        self.folder, self.judge, self.console = folder, judge, console
 
     def run(self, job: Job) -> dict[str, Array]:
         """Do a job, write its figures down, and return their values for each problem."""
@@ -258,30 +254,28 @@ class Evaluation:
             values, groups = by_problem_with_votes(greedy) | values, groups + greedy
         found = summary([line for group in groups for line in group], values)
         self.folder.add(job, source=job.set.source, without_reference=len(job.set.without_reference), **found)
-        self._say(job, "done")
+        self.console.print(Text(f"{job.agent.id}: {job.set.name} done"), soft_wrap=True)
         return values
 
     def _groups(self, job: Job, k: int, temperature: float, path: Path) -> list[list[Line]]:
         """The completions of each problem; those that the file does not hold yet are sampled and judged."""
         places = [[(problem.id, index) for index in range(k)] for problem in job.set.problems]
-        bar = self.progress.add_task(f"{job.agent.id} · {job.set.name}", total=k * len(places), rate="")
         lines = {(line["prompt_id"], line["index"]): line for line in read_lines(path)}
         if not lines.keys() >= {place for own in places for place in own}:
-            lines = self._sample(job, k, temperature, path, lines, bar)
-        self.progress.update(bar, completed=k * len(places), rate="")
+            with doing(f"{job.agent.id}: {job.set.name}", k * len(places)) as activity:
+                lines = self._sample(job, k, temperature, path, lines, activity)
         groups = [[lines[place] for place in own] for own in places]
         ordered = [line for group in groups for line in group]
         if k > 1 and not all("vote" in line for line in ordered):
-            self.progress.update(bar, rate="counting votes")
-            for group, votes in zip(groups, self.judge.votes(groups), strict=True):
-                for line, vote in zip(group, votes, strict=True):
-                    line["vote"] = vote
+            with doing(f"{job.agent.id}: {job.set.name}, counting votes"):
+                for group, votes in zip(groups, self.judge.votes(groups), strict=True):
+                    for line, vote in zip(group, votes, strict=True):
+                        line["vote"] = vote
             write_atomically(path, _text(ordered))
-            self.progress.update(bar, rate="")
         return groups
 
     def _sample(
-        self, job: Job, k: int, temperature: float, path: Path, lines: dict[Place, Line], bar: TaskID
+        self, job: Job, k: int, temperature: float, path: Path, lines: dict[Place, Line], activity: Activity
     ) -> dict[Place, Line]:
         """Sample and judge the completions that are missing, and write them down batch by batch."""
         problems = {problem.id: problem for problem in job.set.problems}
@@ -297,9 +291,9 @@ class Evaluation:
         lines |= _placed(without_room, wrong)
         if path.is_file() or without_room:
             write_atomically(path, _text(lines.values()))
-        self.progress.update(bar, completed=len(lines))
-        began = said = time.perf_counter()
-        tokens = 0
+        activity.begin(activity.what, done=len(lines))
+        judged = [line["reward"] for line in lines.values() if line["reward"] is not None]
+        began, tokens = time.perf_counter(), 0
         for start, places in [batch for batch in batches.items() if batch[0] not in done]:
             own, prompts = [problems[name] for name, _ in places], [job.prompts[name] for name, _ in places]
             seed = derive_seed(job.seed, EVALUATE, zlib.crc32(job.set.name.encode()), start)
@@ -307,21 +301,12 @@ class Evaluation:
             with path.open("a", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
                 file.write(_text(new.values()))
             lines |= new
-            tokens, now = tokens + sum(line["num_tokens"] for line in new.values()), time.perf_counter()
-            rate = f"{tokens / (now - began):,.0f} tokens/s"
-            self.progress.update(bar, advance=len(new), rate=rate)
-            if now - said >= SECONDS_BETWEEN_LINES:
-                said = now
-                judged = [line["reward"] for line in lines.values() if line["reward"] is not None]
-                right = f"{100 * sum(judged) / max(len(judged), 1):.1f} % right so far"
-                self._say(job, f"{len(lines):,} of {k * len(problems):,} completions, {right}, {rate}")
+            tokens += sum(line["num_tokens"] for line in new.values())
+            judged += [line["reward"] for line in new.values() if line["reward"] is not None]
+            right = f"{100 * sum(judged) / max(len(judged), 1):.1f} % right so far"
+            activity.done = len(lines)
+            activity.note = f"{right}, {tokens / (time.perf_counter() - began):,.0f} tokens/s"
         return lines
-
-    def _say(self, job: Job, text: str) -> None:
-        """Print a line where there is no bar to look at: in a log."""
-        console, said = self.progress.console, f"{job.agent.id}: {job.set.name} {text}"
-        if not console.is_terminal:
-            console.print(said, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _means(jobs: Sequence[Job], values: Sequence[dict[str, Array]]) -> dict[str, Figure]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hacrl.evaluation.answers import Judge
 from hacrl.seeding import permutation
+from hacrl.signs import doing
 from hacrl.tasks.benchmarks import ProblemSet
 from hacrl.tasks.problem import Problem
 from hacrl.tasks.verify import Pool
@@ -36,7 +37,9 @@ def check_verifier(sets: Sequence[ProblemSet]) -> Iterator[Check]:
     with Judge(workers=2) as judge:
         reading = judge.pool("read_as_math")
         for each in sets:
-            yield _check(each, judge, reading)
+            with doing(f"checking {each.name}"):
+                check = _check(each, judge, reading)
+            yield check
 
 
 def _check(each: ProblemSet, judge: Judge, reading: Pool) -> Check:

@@ -8,6 +8,7 @@ from pathlib import Path
 from hacrl.errors import UserError
 from hacrl.evaluation.answers import Answerer
 from hacrl.evaluation.subjects import agents_of
+from hacrl.signs import doing
 from hacrl.statistics import reward_interval
 from hacrl.tasks import build_task
 from hacrl.training.run_dir import to_json, write_atomically
@@ -49,9 +50,10 @@ def evaluate_target(
         if not problems:
             raise UserError("There are no held-out problems: the config's task has no `eval`.")
         for agent in agents:
-            answerer = Answerer(agent)
-            prompts = [answerer.prompt_ids(problem) for problem in problems]
-            answers = answerer.answers(problems, prompts, task.score, temperature=0.0, seed=0)
+            with doing(f"{agent.id}: held-out problems"):
+                answerer = Answerer(agent)
+                prompts = [answerer.prompt_ids(problem) for problem in problems]
+                answers = answerer.answers(problems, prompts, task.score, temperature=0.0, seed=0)
             lines += [{"agent": agent.id, **{name: answer[name] for name in WRITTEN}} for answer in answers]
             for part in (None, *sorted({problem.part for problem in problems if problem.part is not None})):
                 rewards = [answer["reward"] for answer in answers if part in (None, answer["part"])]

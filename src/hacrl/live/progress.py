@@ -9,19 +9,19 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
-from threading import Event, Lock, Thread
+from threading import Lock
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions
-from rich.live import Live
 from rich.text import Text
 
 from hacrl.algorithms import Explanation
 from hacrl.config import RunConfig
 from hacrl.live.browse import shortened
+from hacrl.signs import Display, clock, doing, going_on
 from hacrl.training.records import ProgressState
 from hacrl.training.run_dir import write_atomically
 
@@ -32,9 +32,8 @@ DISPENSABLE = ("phase", "tok/s", "length", "kept", "s", "reward")
 GAP = "  "
 RECENT = 20
 """How many of the last steps the time left is estimated from."""
-REFRESH_SECONDS = 0.25
 PUBLISH_SECONDS = 1.0
-SHORT_PHASE = 10
+SHORT_PHASE = 5
 """Seconds after which a phase shows how long it has taken."""
 
 
@@ -189,38 +188,33 @@ class View:
         seconds = int(time.time() - self.since)
         if seconds < SHORT_PHASE or not self.phase:
             return self.phase
-        return f"{self.phase} {seconds // 60}:{seconds % 60:02d}"
+        return f"{self.phase} {clock(seconds)}"
 
 
 class Progress:
     """Shows a run while this process trains it, and publishes its phase for `hacrl watch`."""
 
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
-        self.view, self.console = View(config, title), console
-        live = Live(self.view, console=console, auto_refresh=False, transient=True)
-        self.live = live if console.is_interactive else None
+        self.view = View(config, title)
+        self.display = Display(console, self.view.lines, self._line, self._publish)
         self._notes = _Notes(self)
         self._file: Path | None = None
         self._lock = Lock()
-        self._ended = Event()
-        self._thread = Thread(target=self._follow, name="progress", daemon=True)
+        self._published: tuple[ProgressState | None, float] = None, 0.0
+        """What was published last, and when."""
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         logger = logging.getLogger("hacrl")
         self._notes.alone = not logger.hasHandlers()
         logger.addHandler(self._notes)
-        if self.live:
-            self.live.start(refresh=True)
-        self._thread.start()
+        self._stack.callback(logger.removeHandler, self._notes)
+        self._activity = self._stack.enter_context(doing(self.view.phase))
+        self._stack.enter_context(self.display)
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        if self.live:
-            self.live.transient = error is None  # what a run came to before it failed stays
-            self.live.stop()
-        logging.getLogger("hacrl").removeHandler(self._notes)
+    def __exit__(self, error: type[BaseException] | None, *details: Any) -> None:
+        self._stack.__exit__(error, *details)
 
     @contextmanager
     def published(self, file: Path) -> Iterator[None]:
@@ -244,6 +238,7 @@ class Progress:
             view.save_seconds = time.time() - view.since
         view.busy.clear()
         view.phase, view.since = phase, time.time()
+        self._activity.begin(phase)
 
     def on_agent(self, agent: str, busy: bool) -> None:
         """An agent starts or ends its part of the phase; called from the thread it works in."""
@@ -251,27 +246,19 @@ class Progress:
 
     def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         self.view.add(metrics)
-        if not self.live:
-            self.console.print(Text(self.view.line()), soft_wrap=True)
+        if not self.display.draws:
+            self.display.say(self.view.line())
 
-    def _follow(self) -> None:
-        """Redraw and publish what has changed, a few times a second however long steps take."""
-        shown: list[Text] = []
-        published: ProgressState | None = None
-        written = 0.0
-        while not self._ended.wait(REFRESH_SECONDS):
-            if self.live:
-                lines = self.view.lines(self.console.width)
-                if lines != shown:
-                    shown = lines
-                    self.live.refresh()
-            state = self._state()
-            if state != published and time.monotonic() - written >= PUBLISH_SECONDS and self._publish(state):
-                published, written = state, time.monotonic()
+    def _line(self) -> str:
+        """What goes on, for a log."""
+        busy = ", ".join(sorted(self.view.busy))
+        parts = [f"{self.view.step}/{self.view.config.max_steps} steps done", going_on()]
+        return " | ".join([*parts, f"at work: {busy}"] if busy else parts)
 
-    def _state(self) -> ProgressState:
-        view = self.view
-        return {
+    def _publish(self) -> None:
+        """Write down what has changed, at most once a second."""
+        view, (published, written) = self.view, self._published
+        state: ProgressState = {
             "step": view.step,
             "phase": view.phase,
             "since": view.since,
@@ -279,15 +266,13 @@ class Progress:
             "save_seconds": view.save_seconds,
             "warning": view.warning,
         }
-
-    def _publish(self, state: ProgressState) -> bool:
         with self._lock:
-            if self._file is None:
-                return False
+            if self._file is None or state == published or time.monotonic() - written < PUBLISH_SECONDS:
+                return
             # Nobody needs it after a crash, and a full disk is reported by what does matter.
             with suppress(OSError):
                 write_atomically(self._file, json.dumps(state) + "\n", flush=False)
-        return True
+        self._published = state, time.monotonic()
 
 
 class _Notes(logging.Handler):
@@ -325,3 +310,8 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def wall_seconds(summary: dict[str, Any]) -> float:
+    """Seconds that a run has taken in all; in summaries of earlier versions, those of its steps."""
+    return float(summary.get("wall_seconds") or summary["seconds"] or 0)

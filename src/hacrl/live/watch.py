@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hacrl.errors import UserError
-from hacrl.live.progress import View, duration
+from hacrl.live.progress import View, duration, wall_seconds
 from hacrl.training.files import parse_lines, read_bytes, read_object
 from hacrl.training.records import METRICS, PROGRESS
 from hacrl.training.run_dir import RunDir
@@ -104,4 +104,4 @@ class Follower:
             case "not started":
                 return f"{path} has not started: nothing is logged and no process trains it. Start it with {resume}."
         summary = self.run.summary() or {}
-        return f"{path} is finished: {summary['steps']} steps in {duration(summary['seconds'])}."
+        return f"{path} is finished: {summary['steps']} steps in {duration(wall_seconds(summary))}."

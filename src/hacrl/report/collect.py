@@ -160,6 +160,7 @@ def totals(agents: Sequence[Data], lines: Sequence[Data], summary: Data) -> Data
     found: Data = {
         "steps": lines[-1]["step"] if lines else 0,
         "seconds": last(column(lines, "time/elapsed")) or added(column(lines, "step_time")),
+        "wall_seconds": None,
         **{name: added(agent[name] for agent in agents) for name in Costs.__annotations__},
         "peak_memory_gib": None,
         "best_step": None,

@@ -9,6 +9,7 @@ from typing import Any
 from hacrl.errors import UserError
 from hacrl.report.collect import Data, run_data, study_data
 from hacrl.report.rollouts import Chunks
+from hacrl.signs import doing
 from hacrl.training.run_dir import write_atomically
 
 ASSETS = Path(__file__).parent / "assets"
@@ -18,6 +19,7 @@ GENERATOR = '<meta name="generator" content="hacrl report">'
 MEGABYTE = 1_000_000
 
 
+@doing("writing the report")
 def write_report(target: Path, output: Path | None = None, max_mb: float = 30.0) -> Path:
     """Write the report of a run or a study, and return its path."""
     if (target / "study.json").is_file():

@@ -15,6 +15,7 @@ from hacrl.decoder.policy import Policy
 from hacrl.rollouts.engine import Engine, SamplingParams, choose_tokens, cut_off, require_finite, uniform_numbers
 from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.rollout import Completion
+from hacrl.signs import advance
 
 
 def engine_of(policy: Policy, tokenizer: Tokenizer) -> Engine:
@@ -43,6 +44,7 @@ class GenerateEngine:
         completions: list[Completion] = []
         for start in range(0, len(rows), self.batch_size):
             completions += self._generate(prompts, rows[start : start + self.batch_size], params, seed)
+            advance(len(completions) - start)
         return [completions[i * G : (i + 1) * G] for i in range(len(prompts))]
 
     def _generate(self, prompts: Texts, rows: list[int], params: SamplingParams, seed: int) -> list[Completion]:

@@ -13,6 +13,7 @@ from hacrl.decoder.attention import Rule, SharedCache
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
 from hacrl.rollouts.native import Batch, NativeEngine, Sampled
+from hacrl.signs import advance
 
 LOOK_EVERY = 16
 """How many tokens are decoded between two checks for finished rows. Each check waits for the GPU."""
@@ -96,6 +97,7 @@ class GraphedEngine(NativeEngine):
         board.step.zero_()
         self._choose(board, logits_PV, board.prompt_B, B, params)
         stopped: set[int] = set()
+        counted = 0
         for t in range(1, T):
             graph.replay()
             if t % LOOK_EVERY:
@@ -103,6 +105,8 @@ class GraphedEngine(NativeEngine):
             if params.stop:
                 self._stop(board, t + 1, params.stop, stopped, N)
             running = (board.finished_N[board.slot_B[:B]] == 0).nonzero().squeeze(1)
+            advance(N - len(running) - counted)
+            counted = N - len(running)
             if len(running) == 0:
                 break
             if bucket(len(running)) < B:
@@ -110,6 +114,7 @@ class GraphedEngine(NativeEngine):
                 slots, prompts = board.slot_B[running], board.prompt_B[running]
                 board.place(slots, prompts, board.token_B[running], board.position_B[running], B)
                 graph = self._step_graph(board, B, params)
+        advance(N - counted)
         if params.stop:
             self._stop(board, T, params.stop, stopped, N)
         return Sampled(board.tokens_NT[:N].cpu(), board.logps_NT[:N].cpu(), board.length_N[:N].cpu(), stopped)

@@ -13,6 +13,7 @@ from hacrl.decoder.packing import Texts
 from hacrl.decoder.plain import pad
 from hacrl.rollouts.engine import SamplingParams, choose_tokens, length_at_stop, require_finite, uniform_numbers
 from hacrl.rollouts.rollout import Completion, FinishReason
+from hacrl.signs import advance
 
 LEAVE_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it. Leaving costs a copy of the cache."""
@@ -86,6 +87,7 @@ class NativeEngine:
         length_N = torch.full((N,), T, device=device)
         stop_ids, stopped = torch.tensor(self.stop_ids, device=device), set[int]()
         row_B, finished_B = torch.arange(N, device=device), torch.zeros(N, dtype=torch.bool, device=device)
+        counted = 0
         for t in range(T):
             token_B, logp_B = choose_tokens(logits_BV, params, uniform_NT[row_B, t])
             tokens_NT[row_B, t] = token_B
@@ -100,6 +102,8 @@ class NativeEngine:
             length_N[row_B[end_B]] = t + 1
             finished_B |= end_B
             finished = int(finished_B.sum())
+            advance(N - len(row_B) + finished - counted)
+            counted = N - len(row_B) + finished
             if finished == len(row_B) or t == T - 1:
                 break
             if finished >= LEAVE_SHARE * len(row_B):
@@ -110,6 +114,7 @@ class NativeEngine:
             hidden_B1D = self.backbone.hidden(token_B[:, None], position_B1, decode)
             logits_BV = self.backbone.head.logits(hidden_B1D[:, 0])
             decode.t = t + 1
+        advance(N - counted)
         return Sampled(tokens_NT.cpu(), logps_NT.cpu(), length_N.cpu(), stopped)
 
     def _read(self, ids_PL: Tensor, length_P: Tensor) -> Tensor:

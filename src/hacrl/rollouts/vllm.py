@@ -16,6 +16,7 @@ from hacrl.decoder.packing import Texts
 from hacrl.errors import UserError
 from hacrl.rollouts.engine import SamplingParams, cut_off
 from hacrl.rollouts.rollout import Completion
+from hacrl.signs import advance
 
 CHECKSUM_TOLERANCE = 1e-9
 """Largest relative difference of two sums. Both sides add the same numbers in float64, in another order."""
@@ -149,6 +150,7 @@ class VLLMEngine:
         if self._has != self.version():
             self.refresh()
         groups = self.sampler.generate(prompts, params, self.stop_ids, seed)
+        advance(sum(map(len, groups)))
         ends = (self.stop_ids, params.stop)
         return [[cut_off(self.tokenizer, tokens, logps, *ends) for tokens, logps in group] for group in groups]
 

@@ -4,12 +4,14 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
 from hacrl.config import RunConfig
 from hacrl.config.study import StudyConfig
@@ -17,6 +19,7 @@ from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.live.progress import duration
 from hacrl.processes import Child as Process
 from hacrl.processes import how_it_ended
+from hacrl.signs import Activity, doing
 from hacrl.study.grid import Run, Study
 from hacrl.study.results import collect, number, read_gpu_seconds, say, write_results
 from hacrl.training.files import parse_lines, read_bytes
@@ -154,7 +157,7 @@ def run_study(study: Study, places: Places, console: Console) -> dict[str, Any]:
         write_atomically(study.folder / "study.yaml", config.to_yaml())
         runner = Runner(study, places, console)
         try:
-            with runner.view.bars:
+            with runner.view.shown():
                 runner.go()
         finally:
             runner.stop()
@@ -325,17 +328,31 @@ class View:
 
     def __init__(self, study: Study, console: Console, done: int) -> None:
         self.console, self.total, self.done, self.left = console, len(study.runs), done, "–"
-        fields = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[note]}")
+        counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        fields = ("{task.description}", *counts, "{task.fields[note]}")
         self.bars = Progress(*fields, console=console, transient=True, disable=not console.is_terminal)
         width = max(len(run.name) for run in study.runs)
         self.all = self.bars.add_task(f"{'runs':<{width}}", total=self.total, completed=done, note="")
         self.tasks: dict[str, TaskID] = {}
+        self.activity = Activity("study")
         if done:
             say(console, f"{done} of {self.total} runs are done already.")
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this lasts, a terminal shows the bars, and a log tells what goes on."""
+        if self.bars.disable:
+            with doing("study", self.total) as self.activity:
+                yield
+        else:
+            with self.bars:
+                yield
 
     def show(self, running: list[Run], steps: dict[str, int], left: float | None) -> None:
         self.left = "–" if left is None else duration(left)
         self.bars.update(self.all, completed=self.done, note=f"time left {self.left}")
+        at = ", ".join(f"{run.name} {steps[run.name]}/{run.config.max_steps} steps" for run in running)
+        self.activity.done, self.activity.note = self.done, at
         for name in set(self.tasks) - {run.name for run in running}:
             self.bars.remove_task(self.tasks.pop(name))
         for run in running:

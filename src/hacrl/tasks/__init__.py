@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hacrl.config.task import PartConfig, ProblemsConfig, TaskConfig
+from hacrl.signs import doing
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.dataset import Epochs, load_problems, overlap
 from hacrl.tasks.gym import GymTask
@@ -19,6 +20,7 @@ LOOKED_AT = 32
 """Number of problems of each stage of a gym task whose length is checked before the first step."""
 
 
+@doing("reading the problems")
 def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
     """Build the task of a config; returns the task and remarks for the user."""
     scorers: GymScorers = {}

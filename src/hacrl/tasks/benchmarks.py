@@ -10,6 +10,7 @@ from pathlib import Path
 from string import digits
 
 from hacrl.errors import UserError, nearest
+from hacrl.signs import doing
 from hacrl.tasks.boxed import last_box
 from hacrl.tasks.dataset import Row, is_missing, read_rows, valid_text
 from hacrl.tasks.problem import Problem, digest
@@ -87,6 +88,7 @@ class ProblemSet:
         return solution if isinstance(solution, str) and solution.strip() else None
 
 
+@doing("reading the benchmarks")
 def load_benchmarks(names: Sequence[str], data: Path | None, limit: int | None = None) -> list[ProblemSet]:
     """Load problem sets from files in `data` or from the hub; UserError if one is unknown or not found."""
     if not names:

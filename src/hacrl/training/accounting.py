@@ -25,6 +25,10 @@ class Accounts:
         """Seconds that each agent sampled and learned; scoring for others counts as learning."""
         self.seconds = 0.0
         """Seconds of all steps."""
+        self.began = time.monotonic()
+        """When this process began, or continued, the run."""
+        self.earlier = 0.0
+        """Seconds until the checkpoint that the run was continued from."""
         self.waited = np.zeros(num_agents)
         """Seconds of this step's sampling and learning in which each agent had nothing to do."""
 
@@ -62,9 +66,15 @@ class Accounts:
         so_far = {"num_tokens": own["tokens"], "num_rollouts": own["rollouts"], "num_updates": own["updates"]}
         return {**so_far, "time/learn": answer.seconds, "time/wait": float(self.waited[k])}
 
+    def wall_seconds(self) -> float:
+        """Seconds that the run has taken in all, with loading, the first evaluation and saving."""
+        return self.earlier + time.monotonic() - self.began
+
     def state_dict(self) -> dict[str, Any]:
-        return {"totals": self.totals, "times": self.times, "seconds": self.seconds}
+        seconds = {"seconds": self.seconds, "wall_seconds": self.wall_seconds()}
+        return {"totals": self.totals, "times": self.times, **seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.totals = [Counter(own) for own in state["totals"]]
         self.times, self.seconds = state["times"], state["seconds"]
+        self.earlier = state.get("wall_seconds", self.seconds)  # checkpoints of earlier versions have none

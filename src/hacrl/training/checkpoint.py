@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hacrl.errors import UserError, system_error, warn
+from hacrl.signs import doing
 from hacrl.training.files import Kind, read_object
 
 MARKER = "COMPLETE"
@@ -128,6 +129,7 @@ def remove_leftovers(run_dir: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------
 
 
+@doing("checking the files of a checkpoint")
 def damage(checkpoint: Path, part: str = "") -> str | None:
     """Say what is wrong with a checkpoint's files, or with those whose path begins with `part`; None: nothing."""
     marker = checkpoint / MARKER

@@ -4,6 +4,7 @@ Seconds are operations and memory traffic at full lengths, divided by rates that
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +51,20 @@ class Shape:
         return 2.0 * self.parameters + 4.0 * self.layers * self.heads * self.head_dim * context
 
 
+class Shapes:
+    """Shapes of models, and how many parameters are trained: each is read once for several plans."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Shape, int]] = {}
+
+    def of(self, agent: AgentConfig) -> tuple[Shape, int]:
+        key = agent.model_dump_json(include={"model", "trust_remote_code", "lora"})
+        if key not in self._known:
+            parameters, trained = count_parameters(agent)
+            self._known[key] = Shape.of(agent, parameters), trained
+        return self._known[key]
+
+
 @dataclass(frozen=True)
 class Device:
     """How fast a device is, and which share of that speed a model reaches."""
@@ -92,6 +107,8 @@ class AgentPlan:
     updates: int
     memory: dict[str, float]
     """GiB by purpose, in each process of the agent."""
+    least_pass: float
+    """GiB of activations and logits in the smallest passes that learning falls back to when memory is short."""
     host_memory: float
     """GiB that `optimizer_offload` needs in the computer's memory."""
     device: str
@@ -102,12 +119,13 @@ class AgentPlan:
     """Seconds of learning in a step, if all completions are as long as allowed."""
 
 
-def plan(config: RunConfig) -> list[AgentPlan]:
+def plan(config: RunConfig, shapes: Shapes | None = None) -> list[AgentPlan]:
     """The plan of each agent."""
-    plans, bases = [], set()
+    plans, bases, shapes = [], set(), shapes or Shapes()
     for agent in config.agents:
         base = (agent.model, agent.dtype, agent.device) if agent.lora is not None else None
-        plans.append(plan_agent(config, agent, shares_base=base in bases and config.execution == "local"))
+        shares_base = base in bases and config.execution == "local"
+        plans.append(plan_agent(config, agent, shares_base, *shapes.of(agent)))
         bases |= {base} - {None}
     return plans
 
@@ -126,24 +144,23 @@ def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
         return task.train(0, config.prompts_per_step)[0], remarks
 
 
-def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> AgentPlan:
+def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool, shape: Shape, trained: int) -> AgentPlan:
     """Make the plan of one agent; `shares_base`: another agent with adapters has loaded the model already."""
-    parameters, trained = count_parameters(agent)
-    shape = Shape.of(agent, parameters)
     device, cores = device_of(config, agent)
     optimizer = optimizer_bytes(config, agent, trained)
     return AgentPlan(
         id=agent.id,
-        parameters=parameters,
+        parameters=shape.parameters,
         adapters=trained if agent.lora is not None else 0,
         rollouts_sampled=config.prompts_per_step * agent.num_generations,
         rollouts_used=config.prompts_per_step * config.rollouts_per_prompt(agent) * agent.num_iterations,
         updates=config.updates_per_step(agent) * agent.num_iterations,
         memory={
-            "weights": weight_bytes(config, agent, parameters, trained, shares_base) / GIB,
+            "weights": weight_bytes(config, agent, shape.parameters, trained, shares_base) / GIB,
             "optimizer": (0 if agent.optimizer_offload else optimizer) / GIB,
             **working_memory(config, agent, shape),
         },
+        least_pass=least_pass(config, agent, shape),
         host_memory=(optimizer if agent.optimizer_offload else 0) / GIB,
         device=f"{cores * agent.fsdp} x {device.name}",
         sampling=sampling_seconds(config, agent, shape, device.times(cores)),
@@ -151,7 +168,7 @@ def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool) -> Agen
     )
 
 
-def step_seconds(config: RunConfig, plans: list[AgentPlan]) -> float:
+def step_seconds(config: RunConfig, plans: Sequence[AgentPlan]) -> float:
     """Seconds of a step as the executor runs it: agents that run at the same time share a CPU's cores."""
     at_once = len(plans) if config.execution == "ray" else side_by_side(config)
     phases = ([row.sampling for row in plans], [row.learning for row in plans])
@@ -223,13 +240,28 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
     # All completions of a prompt share its cache.
     cached = decoded * (agent.max_completion_length + agent.max_prompt_length / agent.num_generations)
 
+    cache = shape.cache_bytes(size) * cached / GIB
+    return {"cache": cache, **pass_memory(agent, shape, tokens, bool(agent.gradient_checkpointing))}
+
+
+def pass_memory(agent: AgentConfig, shape: Shape, tokens: int, checkpointed: bool) -> dict[str, float]:
+    """GiB of the activations and logits of so many tokens; `checkpointed` keeps only what goes into each layer."""
+    # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
+    channels = shape.layers + 17 if checkpointed else 17 * shape.layers
     return {
-        "cache": shape.cache_bytes(size) * cached / GIB,
-        # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
-        "activations": 17 * size * shape.layers * shape.width * tokens / GIB,
+        "activations": number_bytes(agent) * channels * shape.width * tokens / GIB,
         # One slice at a time: logits, probabilities and their gradient.
         "logits": 3 * 4 * min(CHUNK_ELEMENTS, tokens * shape.vocabulary) / GIB,
     }
+
+
+def least_pass(config: RunConfig, agent: AgentConfig, shape: Shape) -> float:
+    """GiB of the smallest pass: one rollout, or with `fsdp`, which halves no passes, the first."""
+    if agent.fsdp > 1:
+        memory = working_memory(config, agent, shape)
+        return memory["activations"] + memory["logits"]
+    length = agent.max_prompt_length + agent.max_completion_length
+    return sum(pass_memory(agent, shape, length, agent.gradient_checkpointing is not False).values())
 
 
 def sampling_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device: Device) -> float:

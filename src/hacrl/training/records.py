@@ -113,6 +113,7 @@ class Summary(Costs):
     steps: int
     seconds: Number
     agents: dict[str, AgentSummary]
+    wall_seconds: NotRequired[Number]
     peak_memory_gib: NotRequired[Number]
     algorithm: NotRequired[object]
     best_step: NotRequired[int | None]

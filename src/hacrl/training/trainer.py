@@ -21,7 +21,7 @@ from hacrl.tasks.problem import digest
 from hacrl.training import checkpoint
 from hacrl.training.accounting import ACCOUNTED, Accounts
 from hacrl.training.collect import Collector
-from hacrl.training.health import CollaborationCheck
+from hacrl.training.health import Health
 from hacrl.training.heldout import HeldOut
 from hacrl.training.lessons import lesson_for
 from hacrl.training.metrics import agent_metrics, exchange_metrics
@@ -46,7 +46,7 @@ class Trainer:
         self.heldout = HeldOut(config, task, executor, watcher)
         self.problems_digest = digest((*task.listed, *task.eval_problems))
         """Digest of the problems that are known beforehand."""
-        self.check = CollaborationCheck(self.ids, self.algorithm)
+        self.health = Health(config)
 
     # --- the run -----------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class Trainer:
             self.accounts.seconds += metrics["step_time"]
             metrics["time/elapsed"] = self.accounts.seconds
             self._log({"step": self.step, **metrics})
-            for warning in self.check.warnings(metrics):
+            for warning in self.health.warnings(metrics):
                 warn(f"Step {self.step}: {warning}")
             best = due and config.keep_best and self.step == self.heldout.best_step()
             if best or self._due(config.save_every, at_the_end=config.save_final):
@@ -227,6 +227,7 @@ class Trainer:
             "algorithm": self.algorithm.name,
             "steps": self.step,
             "seconds": accounts.seconds,
+            "wall_seconds": accounts.wall_seconds(),
             **{name: sum(own[name] for own in accounts.totals) for name in ACCOUNTED},
             "peak_memory_gib": self.executor.run_peak_memory(),
             "best_step": self.heldout.best_step(),

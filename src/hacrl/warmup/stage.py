@@ -4,16 +4,16 @@ import math
 import shutil
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hacrl import signs
 from hacrl.agents.loading import Bases, resolve_model
 from hacrl.agents.model import AgentModel
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
@@ -137,6 +137,7 @@ class Pupil:
         dropped = self.rows.dropped.total()
         return self._named({**metrics, **counts, "dropped": dropped, "time/learn": time.perf_counter() - start})
 
+    @signs.doing("evaluating")
     def evaluate(self, step: int, task: Task | None) -> dict[str, Any]:
         """Measure the loss on held-out rows, and greedy accuracy if there is a task."""
         start = time.perf_counter()
@@ -254,6 +255,7 @@ class Warmup:
 
     # --- checkpoints -------------------------------------------------------------------------------
 
+    @signs.doing("saving")
     def _save(self) -> None:
         agents = [pupil.state_dict() for pupil in self.pupils]
         state = {"step": self.step, "seconds": self.seconds, "agents": agents, "random": global_random_state()}
@@ -329,28 +331,33 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 # --- what a person sees ----------------------------------------------------------------------------
 
 
-class Display(Progress):
-    """Shows progress: a bar with the latest losses in a terminal, lines elsewhere."""
+class Display(ExitStack):
+    """Shows how far a warm-up is: one moving line in a terminal, lines elsewhere."""
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        hidden = not console.is_interactive
-        super().__init__(TextColumn("warm-up"), *columns, console=console, transient=True, disable=hidden)
-        self.config, self.job = config, self.add_task("", total=config.last_step)
+        super().__init__()
+        self.config, self.console = config, console
+        self.signs, self.activity = signs.Display(console), signs.Activity("warm-up")
+
+    def __enter__(self) -> Self:
+        self.enter_context(self.signs)
+        self.activity = self.enter_context(signs.doing("warm-up"))
+        return self
 
     def note(self, text: str) -> None:
         self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
 
     def show(self, step: int, metrics: dict[str, Any]) -> None:
-        """Show the metrics of a step: in the bar, and as a line after an evaluation or if there is no bar."""
+        """Show the metrics of a step; as a line that stays after an evaluation or if there is no terminal."""
         parts = []
         for agent in self.config.agents:
             values = ((shown, metrics.get(f"{agent.id}/{name}", math.nan)) for name, shown in SHOWN.items())
             known = [f"{shown} {value:.3f}" for shown, value in values if math.isfinite(value)]
             if known:
                 parts.append(f"{agent.id}: {' '.join(known)}")
-        self.update(self.job, completed=step, description=" | ".join(parts))
+        if self.activity.total is None:  # until now it was loading
+            self.activity.begin("warm-up", step)
+        self.activity.total, self.activity.done, self.activity.note = self.config.last_step, step, " | ".join(parts)
         evaluated = any("/eval_" in name for name in metrics)
         if evaluated or (not self.console.is_interactive and step % LINE_EVERY == 0):
-            line = " | ".join([f"step {step}/{self.config.last_step}", *parts])
-            self.console.print(Text(line), soft_wrap=True)
+            self.signs.say(" | ".join([f"step {step}/{self.config.last_step}", *parts]))

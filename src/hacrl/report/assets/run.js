@@ -29,7 +29,7 @@ function runFacts(run) {
   const facts = [
     [run.algorithm.toUpperCase()], [plural(agents.length, "agent")], [run.task], [steps],
     [known(totals.rollouts) ? plural(totals.rollouts, "rollout") : null],
-    [known(totals.seconds) ? duration(totals.seconds) : null],
+    [known(totals.wall_seconds) ? duration(totals.wall_seconds) : known(totals.seconds) ? duration(totals.seconds) : null],
     [run.seed === null || run.seed === undefined ? null : `seed ${run.seed}`],
   ];
   return el("ul", { class: "facts" }, facts.filter(([fact]) => fact).map(([fact], i) => el("li", {}, i ? fact : el("b", {}, fact))));
