@@ -178,3 +178,13 @@ def test_without_a_right_answer_nothing_changes() -> None:
     result = agent.learn(lesson_of([]))
     assert result.metrics["imitation/answers"] == 0
     assert all(torch.equal(own, wanted) for own, wanted in zip(weights_of(agent), before, strict=True))
+
+
+def test_a_run_without_a_right_answer_says_that_nothing_is_imitated(caplog: pytest.LogCaptureFixture) -> None:
+    agent = make_agent("llama-plus", when="end", min_reward=0.5)
+    before = weights_of(agent)
+    result = agent.learn(lesson_of([], step=3))
+    assert result.metrics["imitation/updates"] == 0
+    assert all(map(torch.equal, weights_of(agent), before))
+    assert "Agent agent0: nothing to imitate" in caplog.text
+    assert "a reward of at least 0.5 (algorithm.imitation.min_reward)" in caplog.text

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms import Imitation
+from hacrl.errors import warn
 from hacrl.learners.updating import Updater
 from hacrl.seeding import IMITATE
+from hacrl.signs import doing
 
 ALWAYS_SOLVED = 1e-3
 """Added to 1 - m, so that answers to prompts that the learner always solves are drawn, though hardly ever."""
@@ -102,6 +104,11 @@ class Imitator:
         metrics: dict[str, float] = {"imitation/answers": len(self.answers), "imitation/updates": 0}
         if self.answers and (when != "step" or any(answer.step == step for answer in self.answers)):
             metrics |= self._learn(step, learning_rate, once=when != "step")
+        elif when != "step":
+            warn(
+                f"Agent {self.learner.config.id}: nothing to imitate, because no answer that was not cut off has had a "
+                f"reward of at least {self.options.min_reward:g} (algorithm.imitation.min_reward)."
+            )
         if when != "end":  # a run that is lengthened imitates all at its new end
             oldest = step + 2 - self.options.memory if when == "step" else step + 1
             self.answers = [answer for answer in self.answers if answer.step >= oldest]
@@ -115,9 +122,11 @@ class Imitator:
                 self.learner.weights.publish()
             self.learner.new_optimizer()
         supervised, batches, done = SupervisedLearner(self.learner), self._batches(step), []
-        for number, rows in enumerate(batches):
-            falling = 1 - number / len(batches) if once else 1.0
-            done.append(supervised.update(rows, self.options.rate * learning_rate * falling, step))
+        with doing(f"{self.learner.config.id} imitates right answers", len(batches)) as activity:
+            for number, rows in enumerate(batches):
+                falling = 1 - number / len(batches) if once else 1.0
+                done.append(supervised.update(rows, self.options.rate * learning_rate * falling, step))
+                activity.done += 1
         if once:
             self.learner.new_optimizer()
         skipped = sum(one["nonfinite_updates"] for one in done)
