@@ -80,7 +80,7 @@ def _settings_of(source: Source | None, resume: bool) -> tuple[dict[str, Any], s
         check_command(RunConfig.command, source, "this dict")
         return dict(source), "hacrl.train"
     if isinstance(source, str | os.PathLike) and resume and Path(source).is_dir():
-        source = RunDir.open(source).config()
+        source = RunDir.open(Path(source)).config()
     if isinstance(source, RunConfig):
         return {**source.to_dict(), "task": source.task}, "hacrl.train"
     if not isinstance(source, str | os.PathLike):

@@ -22,6 +22,7 @@ from rich.text import Text
 from hacrl.algorithms import Explanation
 from hacrl.config import RunConfig
 from hacrl.live.browse import shortened
+from hacrl.live.notebook import NotebookTable
 from hacrl.training.records import ProgressState
 from hacrl.training.run_dir import write_atomically
 
@@ -197,8 +198,11 @@ class Progress:
 
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
         self.view, self.console = View(config, title), console
-        live = Live(self.view, console=console, auto_refresh=False, transient=True)
-        self.live = live if console.is_interactive else None
+        self.live: Live | NotebookTable | None = None
+        if console.is_jupyter:
+            self.live = NotebookTable(self.view, console.width)
+        elif console.is_interactive:
+            self.live = Live(self.view, console=console, auto_refresh=False, transient=True)
         self._notes = _Notes(self)
         self._file: Path | None = None
         self._lock = Lock()

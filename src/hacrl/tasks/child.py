@@ -61,7 +61,7 @@ def load(function: str | bytes) -> RewardFunction:
 def _unpickle(content: bytes) -> object:
     try:
         return pickle.loads(content)
-    except ImportError as error:  # what is in a module travels as its name
+    except (ImportError, AttributeError) as error:  # what is in a module travels as its name
         raise Unusable(
             f"cannot be rebuilt in its own process ({error}): define it in the notebook or script itself, or in a "
             "module that can be imported"

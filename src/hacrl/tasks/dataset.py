@@ -18,7 +18,7 @@ from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from hacrl.config.given import GivenRows
 from hacrl.config.strict_yaml import MAX_DEPTH, line_and_column
@@ -127,7 +127,7 @@ def _beginning_with(first: list[int], order: list[int]) -> list[int]:
     return first + [index for index in order if index not in taken]
 
 
-def is_on_hub(source: str | GivenRows) -> bool:
+def is_on_hub(source: str | GivenRows) -> TypeGuard[str]:
     """Whether a data set is read from the hub, because no local file has that name."""
     if isinstance(source, GivenRows):
         return False
