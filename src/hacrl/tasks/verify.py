@@ -210,7 +210,7 @@ def _for_child(reward: str | GivenReward) -> str | bytes:
         return pickled(reward.function)
     except Unpicklable as error:
         advice = (
-            "create what cannot be copied (files, locks, connections) inside the function, or name it file.py:function"
+            "create what cannot be copied (locks, connections) inside the function, or name it path/to/file.py:function"
         )
         raise _broken(reward.name, f"cannot be sent to the process that runs it ({error}): {advice}") from error
 
