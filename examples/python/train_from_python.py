@@ -1,8 +1,8 @@
 """Two models learn together, from Python: rows as a list, a reward as a function, and the trained model opened again.
 
-    python examples/python/train_from_python.py
-    python examples/python/train_from_python.py --seed 1 --output runs/python-1
-    python examples/python/train_from_python.py --max-steps 60 --resume
+python examples/python/train_from_python.py
+python examples/python/train_from_python.py --seed 1 --output runs/python-1
+python examples/python/train_from_python.py --max-steps 60 --resume
 """
 
 import argparse
