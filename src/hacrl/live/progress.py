@@ -199,7 +199,7 @@ class Progress:
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
         self.view, self.console = View(config, title), console
         self.live: Live | NotebookTable | None = None
-        if console.is_jupyter:
+        if console.is_jupyter and not console.quiet:
             self.live = NotebookTable(self.view, console.width)
         elif console.is_interactive:
             self.live = Live(self.view, console=console, auto_refresh=False, transient=True)
