@@ -200,7 +200,7 @@ class Progress:
         self.view, self.console = View(config, title), console
         self.live: Live | NotebookTable | None = None
         if console.is_jupyter and not console.quiet:
-            self.live = NotebookTable(self.view, console.width)
+            self.live = NotebookTable(lambda: self.view.lines(console.width))
         elif console.is_interactive:
             self.live = Live(self.view, console=console, auto_refresh=False, transient=True)
         self._notes = _Notes(self)
@@ -222,7 +222,9 @@ class Progress:
         self._ended.set()
         self._thread.join()
         if self.live:
-            self.live.transient = error is None  # what a run came to before it failed stays
+            # What a run came to before it failed stays; in a notebook no table follows, so it stays there anyway.
+            self.live.transient = error is None and isinstance(self.live, Live)
+            self.view.phase = self.view.phase if error else ""
             self.live.stop()
         logging.getLogger("hacrl").removeHandler(self._notes)
 
