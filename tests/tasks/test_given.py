@@ -224,6 +224,13 @@ def test_what_is_no_task(changes: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_json_schema_of_a_task_knows_texts_only() -> None:
+    schema = TaskConfig.model_json_schema()
+    assert schema["properties"]["train"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert schema["$defs"]["RewardConfig"]["properties"]["name"]["type"] == "string"
+    assert not [name for name in schema["$defs"] if name.startswith("Given")]
+
+
 def test_rows_without_a_prompt() -> None:
     config = TaskConfig(train=[{"text": "1+1=", "answer": "2"}], reward="exact")
     with pytest.raises(UserError, match=r"task.train, row 0 has no prompt: it has the columns text, answer. Put the"):

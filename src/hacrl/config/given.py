@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, InstanceOf, PlainSerializer
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import BeforeValidator, InstanceOf, PlainSerializer, WithJsonSchema
 
 GIVEN = "given from Python: "
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -101,14 +100,16 @@ def _text(value: object) -> str | None:
 
 
 Data = Annotated[
-    str | SkipJsonSchema[InstanceOf[GivenRows]] | None,
+    str | InstanceOf[GivenRows] | None,
     BeforeValidator(_data),
     PlainSerializer(_text, when_used="json"),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
 """A file, a folder or a hub id; or rows."""
 RewardName = Annotated[
-    str | SkipJsonSchema[InstanceOf[GivenReward]],
+    str | InstanceOf[GivenReward],
     BeforeValidator(_reward),
     PlainSerializer(_text, when_used="json"),
+    WithJsonSchema({"type": "string"}),
 ]
 """The name of a reward; or a function."""
