@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, InstanceOf, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, GetCoreSchemaHandler, PlainSerializer, WithJsonSchema
+from pydantic_core.core_schema import CoreSchema, is_instance_schema
 
 GIVEN = "given from Python: "
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -26,8 +27,16 @@ INSTEAD = {
 """What to give in place of some types that are not accepted."""
 
 
+class Given:
+    """An object that pydantic checks by its class alone."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return is_instance_schema(cls)
+
+
 @dataclass(frozen=True)
-class GivenRows:
+class GivenRows(Given):
     """Rows of data. Two are equal if their contents are."""
 
     rows: list[dict[str, Any]] = field(repr=False, compare=False)
@@ -39,7 +48,7 @@ class GivenRows:
 
 
 @dataclass(frozen=True)
-class GivenReward:
+class GivenReward(Given):
     """A reward function."""
 
     function: Callable[..., Any]
@@ -100,14 +109,14 @@ def _text(value: object) -> str | None:
 
 
 Data = Annotated[
-    str | InstanceOf[GivenRows] | None,
+    str | GivenRows | None,
     BeforeValidator(_data),
     PlainSerializer(_text, when_used="json"),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
 """A file, a folder or a hub id; or rows."""
 RewardName = Annotated[
-    str | InstanceOf[GivenReward],
+    str | GivenReward,
     BeforeValidator(_reward),
     PlainSerializer(_text, when_used="json"),
     WithJsonSchema({"type": "string"}),
