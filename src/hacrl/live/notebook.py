@@ -17,8 +17,8 @@ class NotebookTable:
     def __init__(self, lines: Callable[[], list[Text]]) -> None:
         self._lines = lines
         self._handle: Any = None
-        self.transient = False
-        """Whether the table disappears when it stops."""
+        self.transient = True
+        """As in `Live`, but without effect: the table stays, because nothing is printed below it."""
 
     def start(self, refresh: bool = True) -> None:
         from IPython.display import display
@@ -29,7 +29,7 @@ class NotebookTable:
         self._handle.update(_both(self._lines()), raw=True)
 
     def stop(self) -> None:
-        self._handle.update(_both([] if self.transient else self._lines()), raw=True)
+        self.refresh()
 
 
 def _both(lines: list[Text]) -> dict[str, str]:

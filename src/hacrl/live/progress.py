@@ -222,9 +222,9 @@ class Progress:
         self._ended.set()
         self._thread.join()
         if self.live:
-            # What a run came to before it failed stays; in a notebook no table follows, so it stays there anyway.
-            self.live.transient = error is None and isinstance(self.live, Live)
-            self.view.phase = self.view.phase if error else ""
+            self.live.transient = error is None  # what a run came to before it failed stays
+            if error is None:
+                self.view.phase = ""
             self.live.stop()
         logging.getLogger("hacrl").removeHandler(self._notes)
 
