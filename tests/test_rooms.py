@@ -12,6 +12,7 @@ ROOMS = [
     "cli",
     "report",
     "study",
+    "api",
     "run",
     "live",
     "evaluation",

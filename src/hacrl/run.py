@@ -1,5 +1,6 @@
 """Trains one run, from its config to its results."""
 
+import importlib
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from hacrl.agents.loading import resolve_model
 from hacrl.config import RunConfig
+from hacrl.config.given import GIVEN
 from hacrl.config.settings import apply_overrides, find_item, preset_names, read_source, with_overrides
 from hacrl.errors import UserError, warn
 from hacrl.execution.executor import AgentLost, Executor
@@ -19,9 +21,15 @@ from hacrl.execution.local import LocalExecutor
 from hacrl.live.progress import Progress
 from hacrl.live.trackers import Trackers, check_trackers
 from hacrl.seeding import seed_all
-from hacrl.tasks import build_task
+from hacrl.tasks import build_task, refuse_gone
 from hacrl.terminal import Terminal
-from hacrl.training.checkpoint import complete_checkpoints, refuse_damaged_model, step_of
+from hacrl.training.checkpoint import (
+    all_checkpoints,
+    complete_checkpoints,
+    find_checkpoint,
+    refuse_damaged_model,
+    step_of,
+)
 from hacrl.training.exchange import check_exchange
 from hacrl.training.run_dir import RunDir, refuse_changes
 from hacrl.training.trainer import Trainer
@@ -35,11 +43,46 @@ RESUMABLE_CHANGES = {
 
 
 @dataclass(frozen=True)
+class AgentResult:
+    """An agent after its training."""
+
+    id: str
+    run_dir: Path
+    summary: dict[str, Any]
+    """What the agent has reached, and what that has cost: its part of the run's summary."""
+
+    @property
+    def model_dir(self) -> Path:
+        """The folder of the trained model with its tokenizer, of the newest checkpoint; `from_pretrained` opens it."""
+        if not all_checkpoints(self.run_dir):
+            how = "Train with save_final=True, or set save_every."
+            raise UserError(f"{self.run_dir} saved no checkpoint, so there is no trained model of {self.id}. {how}")
+        return find_checkpoint(self.run_dir, None) / "agents" / self.id
+
+
+@dataclass(frozen=True)
 class RunResult:
+    """A finished run."""
+
     run_dir: Path
     summary: dict[str, Any]
     """Start and final accuracy, rollouts, updates and tokens of each agent."""
     already_finished: bool = False
+
+    @property
+    def agents(self) -> dict[str, AgentResult]:
+        """Each agent by its id."""
+        return {id: AgentResult(id, self.run_dir, summary) for id, summary in self.summary["agents"].items()}
+
+    def metrics(self) -> Any:
+        """The lines of metrics.jsonl: a pandas DataFrame with a row for each step if pandas is installed, else a list
+        of dicts."""
+        lines = RunDir(self.run_dir).metrics()
+        try:
+            pandas = importlib.import_module("pandas")
+        except ModuleNotFoundError:
+            return lines
+        return pandas.DataFrame(lines)
 
 
 @dataclass(frozen=True)
@@ -72,7 +115,7 @@ def train(
             run = RunDir(config.output_dir)
             if not run.config_file.is_file():  # the run had not begun
                 raise
-            how = f"Continue with `hacrl train {run.path} --resume`."
+            how = f"Continue with {continuing(config)}."
             if config.ray.on_failure == "stop":
                 raise UserError(f"{lost} {how}") from lost
             if restarts == config.ray.max_restarts:
@@ -92,10 +135,19 @@ def _goes_back(run: RunDir) -> str:
     return f"all agents go back to {where}; {again} finished steps are done again, besides the one that was going on"
 
 
-def _goes_on(run: RunDir, step: int) -> str:
+def continuing(config: RunConfig) -> str:
+    """The command or, if the run was given objects from Python, the call that continues a run."""
+    given = config.task.given()
+    if not given:
+        return f"`hacrl train {config.output_dir} --resume`"
+    objects = dict.fromkeys("task" if "." in setting else setting for setting in given)
+    return f"hacrl.train({config.output_dir!r}, resume=True{''.join(f', {name}=...' for name in objects)})"
+
+
+def _goes_on(run: RunDir, config: RunConfig, step: int) -> str:
     checkpoints = complete_checkpoints(run.path)
     where = checkpoints[-1].name if checkpoints else "the beginning, for there is no checkpoint yet"
-    return f"The run ended at step {step}; `hacrl train {run.path} --resume` continues it from {where}."
+    return f"The run ended at step {step}; {continuing(config)} continues it from {where}."
 
 
 def make_executor(config: RunConfig, on_agent: Callable[[str, bool], None]) -> Executor:
@@ -111,6 +163,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
     finished = _check_folder(config, resume)
     if finished is not None:
         return finished
+    refuse_gone(config.task, f"Continue the run from Python, with the same objects: {continuing(config)}.")
     check_trackers(config.report_to)
     seed_all(config.seed)
     for agent in config.agents:
@@ -154,7 +207,9 @@ def _check_folder(config: RunConfig, resume: bool) -> RunResult | None:
         RunDir.check_free(config.output_dir)
         return None
     run = RunDir.open(config.output_dir)
-    check_same_run(config, run.config())
+    saved = run.config()
+    _check_same_data(config, saved)
+    check_same_run(config, saved)
     summary, checkpoints = run.summary(), complete_checkpoints(run.path)
     if summary is not None and summary["steps"] >= config.max_steps:
         return RunResult(run.path, summary, already_finished=True)
@@ -182,8 +237,20 @@ def _all_steps(trainer: Trainer, audience: Audience, resume: bool) -> dict[str, 
         if not resume and trainer.step == 0:  # nothing worth keeping
             run.remove_start()
         elif isinstance(error, UserError):
-            raise UserError(f"{error} {_goes_on(run, trainer.step)}") from error
+            raise UserError(f"{error} {_goes_on(run, trainer.config, trainer.step)}") from error
         raise
+
+
+def _check_same_data(config: RunConfig, saved: RunConfig) -> None:
+    """Raise UserError if a run that is continued is given other rows."""
+    for setting in ("train", "eval"):
+        now, then = str(getattr(config.task, setting)), str(getattr(saved.task, setting))
+        if now != then and now.startswith(GIVEN) and then.startswith(GIVEN):
+            now, then = now.removeprefix(GIVEN), then.removeprefix(GIVEN)
+            raise UserError(
+                f"{config.output_dir} was started with other data: {setting} had {then}, and now has {now}. Give the "
+                "same rows to continue the run, or another output_dir to start a new one."
+            )
 
 
 def check_same_run(config: RunConfig, saved: RunConfig) -> None:

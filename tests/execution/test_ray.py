@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
+import ray
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
 from hacrl.execution import private_ray

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ray
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 

@@ -1,9 +1,12 @@
 """The settings of one agent: how its model is opened, prompted, sampled and updated."""
 
-from typing import Annotated, Literal, Self
+import os
+from itertools import count
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hacrl.config.starting import agents_of
 from hacrl.config.strict import Count, Few, Label, Length, Options, Size, Strict
 
 
@@ -160,3 +163,24 @@ class AgentConfig(Settings):
     def recomputes_logprobs(self) -> bool:
         """Whether the learner computes the old log-probabilities of its own rollouts anew."""
         return self.dtype == "bfloat16" if self.recompute_logprobs is None else self.recompute_logprobs
+
+
+def with_ids(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which an agent that is just a model, or has no id, gets an id made from the model's name."""
+    agents = settings.get("agents")
+    if not isinstance(agents, list | tuple):
+        return settings
+    listed = [{"model": agent} if isinstance(agent, str | os.PathLike) else agent for agent in agents]
+    taken = {agent["id"] if isinstance(agent, dict) else agent.id for agent in listed if _has_id(agent)}
+    for position, agent in enumerate(listed):
+        if isinstance(agent, dict) and isinstance(agent.get("model"), str | os.PathLike):
+            model = os.fspath(agent["model"])
+            name = agents_of([model])[0]["id"]
+            free = next(own for n in count(1) if (own := f"{name}-{n}" if n > 1 else name) not in taken)
+            listed[position] = {"id": free, **agent, "model": model}
+            taken.add(listed[position]["id"])
+    return {**settings, "agents": listed}
+
+
+def _has_id(agent: Any) -> bool:
+    return isinstance(agent, AgentConfig) or (isinstance(agent, dict) and isinstance(agent.get("id"), str))

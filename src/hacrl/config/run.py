@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, InstanceOf, PlainSerializer, field_validator, model_validator
 
 from hacrl.algorithms import Algorithm, RobustHACPO
-from hacrl.config.agent import AgentConfig, Settings
+from hacrl.config.agent import AgentConfig, Settings, with_ids
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
 from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at
@@ -71,9 +71,9 @@ class TeamConfig(Strict):
         return [name for name in cls.model_fields if name in section_at(cls, ["agents"]).model_fields]
 
     @classmethod
-    def load(cls, source: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read a YAML file or a preset with `key=value` overrides; UserError if anything is wrong."""
-        data, where = read_source(source)
+    def load(cls, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file, a preset or a dict with `key=value` overrides; UserError if anything is wrong."""
+        data, where = (with_ids(source), "config") if isinstance(source, dict) else read_source(source)
         data = apply_overrides(data, overrides)
         check_command(cls.command, data, where)
         return cls.from_dict(data, with_overrides(where, overrides))

@@ -5,14 +5,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from hacrl.config.given import GIVEN, Data, GivenReward, GivenRows, RewardName
 from hacrl.config.strict import Few, Label, Length, Options, Positive, Seconds, Size, Strict, Weight
 
 
 class RewardConfig(Strict):
     """One reward function and its weight."""
 
-    name: str
-    """The reward function: exact, math, soft_overlong, or module:function."""
+    name: RewardName
+    """The reward function: exact, math, soft_overlong, or module:function; from Python, also the function itself."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Factor of the function's value in the sum that is the reward."""
     max_completion_length: Length | None = None
@@ -28,6 +29,15 @@ class RewardConfig(Strict):
         if self.name == "soft_overlong" and (longest is None or cache is None or cache > longest):
             raise ValueError("soft_overlong needs max_completion_length, and soft_punish_cache of at most that")
         return self
+
+
+def _with_weight(reward: Any) -> Any:
+    """The section of a reward that is given by its name, as a function, or as a pair of either and its weight."""
+    if isinstance(reward, tuple):
+        if len(reward) != 2 or isinstance(reward[1], bool) or not isinstance(reward[1], int | float):
+            raise ValueError("a tuple is (reward, weight), and the weight a number; several rewards are a list")
+        return {"name": reward[0], "weight": reward[1]}
+    return {"name": reward} if isinstance(reward, str) or callable(reward) else reward
 
 
 class CurriculumConfig(Strict):
@@ -62,10 +72,10 @@ class ProblemsConfig(Strict):
     """Text added to every question of a gym task; default: a sentence that asks for an answer in that form."""
     curriculum: CurriculumConfig | None = None
     """Stages of a gym task, from easy to hard."""
-    train: str | None = None
-    """Training data: a JSONL or parquet file, a folder written by `datasets`, or a hub id."""
-    eval: str | None = None
-    """Held-out data: a file, a folder or a hub id, as in `train`."""
+    train: Data = None
+    """Training data: a JSONL or parquet file, a folder written by `datasets`, or a hub id; from Python, also rows."""
+    eval: Data = None
+    """Held-out data: a file, a folder or a hub id, as in `train`; from Python, also rows."""
     subset: str | None = None
     """Subset of the hub data set in `train`."""
     eval_subset: str | None = None
@@ -97,10 +107,9 @@ class ProblemsConfig(Strict):
     def _as_list(cls, reward: Any) -> Any:
         if reward is None:
             return []
-        if not isinstance(reward, str | list):
+        if not isinstance(reward, str | list | tuple) and not callable(reward):
             raise ValueError(f"expected exact, math, module:function or a list of them, not {reward!r}")
-        listed = [reward] if isinstance(reward, str) else reward
-        return [{"name": item} if isinstance(item, str) else item for item in listed]
+        return list(map(_with_weight, reward if isinstance(reward, list) else [reward]))
 
     @property
     def generator(self) -> str | None:
@@ -111,6 +120,13 @@ class ProblemsConfig(Strict):
     def has_heldout(self) -> bool:
         """Whether there are held-out problems to measure accuracy on."""
         return self.name is not None or self.eval is not None
+
+    def given(self, *, gone: bool = False) -> list[str]:
+        """The settings that are objects given from Python; with `gone`, those that were, and are only a text now."""
+        kinds = str if gone else str | GivenRows | GivenReward
+        values = [("train", self.train), ("eval", self.eval), *(("reward", reward.name) for reward in self.reward)]
+        found = [setting for setting, value in values if isinstance(value, kinds) and str(value).startswith(GIVEN)]
+        return list(dict.fromkeys(found))
 
     def check_problems(self) -> None:
         """Raise ValueError unless the settings say where problems come from and how answers are verified."""
@@ -140,12 +156,12 @@ class ProblemsConfig(Strict):
             raise ValueError("min_operators is larger than max_operators")
 
 
-def is_data_set(source: str | None) -> bool:
+def is_data_set(source: str | GivenRows | None) -> bool:
     """Whether a name stands for a data set of the hub or a folder, not for a single file."""
-    return source is not None and not source.endswith((".jsonl", ".json", ".parquet"))
+    return isinstance(source, str) and not source.endswith((".jsonl", ".json", ".parquet"))
 
 
-def part_label(id: str | None, name: str | None, train: str | None) -> str:
+def part_label(id: str | None, name: str | None, train: str | GivenRows | None) -> str:
     """The name of a part of a mixture in metrics."""
     return id or (name or "").removeprefix("gym:") or Path(str(train)).stem
 
@@ -165,6 +181,8 @@ class PartConfig(ProblemsConfig):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         self.check_problems()
+        if self.id is None and isinstance(self.train, GivenRows):
+            raise ValueError("id is missing: a part whose rows are given from Python needs one")
         return self
 
 
@@ -187,6 +205,10 @@ class TaskConfig(ProblemsConfig):
     @property
     def has_heldout(self) -> bool:
         return super().has_heldout or any(part.has_heldout for part in self.mixture)
+
+    def given(self, *, gone: bool = False) -> list[str]:
+        parts = [f"mixture.{part.label}.{setting}" for part in self.mixture for setting in part.given(gone=gone)]
+        return super().given(gone=gone) + parts
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

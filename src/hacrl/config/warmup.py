@@ -147,8 +147,8 @@ class WarmupConfig(TeamConfig, WarmupSettings):
         return max(agent.max_steps for agent in self.agents)
 
     @classmethod
-    def load(cls, source: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read a YAML file with `key=value` overrides; UserError if anything is wrong."""
-        if not Path(source).is_file():
+    def load(cls, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file or a dict with `key=value` overrides; UserError if anything is wrong."""
+        if not isinstance(source, dict) and not Path(source).is_file():
             raise UserError(f"There is no file {source}. The YAML file of a warm-up is needed.")
         return super().load(source, overrides)

@@ -10,7 +10,7 @@ from hacrl.evaluation.answers import Answerer
 from hacrl.evaluation.subjects import agents_of
 from hacrl.signs import doing
 from hacrl.statistics import reward_interval
-from hacrl.tasks import build_task
+from hacrl.tasks import build_task, refuse_gone
 from hacrl.training.run_dir import to_json, write_atomically
 
 WRITTEN = ("prompt_id", "part", "prompt", "answer", "text", "reward", "problem")
@@ -42,6 +42,8 @@ def evaluate_target(
     if output is not None and not output.parent.is_dir():
         raise UserError(f"There is no folder {output.parent} for --output.")
     config, agents = agents_of(target, config_source, step)
+    files = f"`hacrl eval {agents[0].model} --config YAML` measures a model on the task of a YAML file"
+    refuse_gone(config.task, f"{files}, and --benchmarks needs no task.")
     task_config = config.task.model_copy(update={"eval_size": num_problems} if num_problems else {})
     task, _ = build_task(task_config, config.seed)
     lines = []

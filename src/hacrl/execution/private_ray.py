@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray._private import ray_constants
 
+import ray
 from hacrl.errors import warn
 
 LOOPBACK = "127.0.0.1"

@@ -25,10 +25,11 @@ from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
 
 try:
-    import ray
-    from ray import exceptions
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    import ray
+    from ray import exceptions
 except ImportError:
     raise UserError("execution: ray needs the package ray. Install it with `pip install 'hacrl[ray]'`.") from None
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from ray import exceptions
 from torch import Tensor
 
+import ray
 from hacrl import __version__
 from hacrl.agents.model import vllm_of
 from hacrl.agents.processes import Member
@@ -23,6 +22,7 @@ from hacrl.execution.executor import files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
 from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.rollout import Rollout
+from ray import exceptions
 
 CHUNK = 64 * 2**20
 """Bytes of a checkpoint that are sent at once."""

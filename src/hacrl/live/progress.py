@@ -21,6 +21,7 @@ from rich.text import Text
 from hacrl.algorithms import Explanation
 from hacrl.config import RunConfig
 from hacrl.live.browse import shortened
+from hacrl.live.notebook import NotebookTable
 from hacrl.signs import Display, clock, doing, going_on
 from hacrl.training.records import ProgressState
 from hacrl.training.run_dir import write_atomically
@@ -196,7 +197,10 @@ class Progress:
 
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
         self.view = View(config, title)
-        self.display = Display(console, self.view.lines, self._line, self._publish)
+        table = (lambda: NotebookTable(lambda: self.view.lines(console.width))) if console.is_jupyter else None
+        self.display = Display(
+            console, self.view.lines, self._line, self._publish, table if not console.quiet else None
+        )
         self._notes = _Notes(self)
         self._file: Path | None = None
         self._lock = Lock()
@@ -214,6 +218,8 @@ class Progress:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *details: Any) -> None:
+        if error is None:
+            self.view.phase = ""
         self._stack.__exit__(error, *details)
 
     @contextmanager

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from hacrl.config.given import GIVEN
 from hacrl.config.task import PartConfig, ProblemsConfig, TaskConfig
+from hacrl.errors import UserError
 from hacrl.signs import doing
 from hacrl.tasks.arithmetic import ArithmeticTask, arithmetic_reward, worked_answer
 from hacrl.tasks.dataset import Epochs, load_problems, overlap
@@ -12,7 +14,7 @@ from hacrl.tasks.problem import Problem
 from hacrl.tasks.task import Curriculum, Mixture, Task
 from hacrl.tasks.verify import GYM, Reward, SoftOverlong, Verifier
 
-__all__ = ["Task", "build_task"]
+__all__ = ["Task", "build_task", "refuse_gone"]
 
 GymScorers = dict[tuple[float, int, float | None], Verifier]
 """Verifiers by their limits. Generators of a mixture with equal limits share one, because processes are costly."""
@@ -23,6 +25,7 @@ LOOKED_AT = 32
 @doing("reading the problems")
 def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
     """Build the task of a config; returns the task and remarks for the user."""
+    refuse_gone(config, "Put it into a file, and name that in a YAML file.")
     scorers: GymScorers = {}
     if not config.mixture:
         return _build_source(config, seed, config.eval_size, scorers)
@@ -36,6 +39,13 @@ def build_task(config: TaskConfig, seed: int) -> tuple[Task, list[str]]:
             verifiers.enter_context(parts[part.label].verifier)
             remarks += [f"{part.label}: {remark}" for remark in own]
         return Mixture(parts, [part.weight for part in config.mixture], verifiers.pop_all()), remarks
+
+
+def refuse_gone(config: TaskConfig, advice: str) -> None:
+    """Raise UserError if settings were objects of the Python program that started the run, which no file holds."""
+    if gone := config.given(gone=True):
+        names = ", ".join(f"task.{setting}" for setting in gone)
+        raise UserError(f"The run's folder does not hold what was {GIVEN.rstrip(': ')} ({names}). {advice}")
 
 
 def _build_source(config: ProblemsConfig, seed: int, eval_size: int, scorers: GymScorers) -> tuple[Task, list[str]]:

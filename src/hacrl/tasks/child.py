@@ -7,6 +7,8 @@ answers alternate on one socket, requests as pickles, answers as lines of JSON; 
     (function, sys.path)    [0, true, null], or [0, false, what went wrong]
     (number, arguments)     [number, true, rewards], or [number, false, what went wrong]
 
+The function is its name, or bytes: a function that cloudpickle has pickled. Nothing but answers goes back.
+
 "What went wrong" continues the sentence "Reward function f ...". The number says which call an answer belongs to. If
 a reward function forks and returns in both processes, the copy ends without an answer.
 """
@@ -44,14 +46,26 @@ class Unusable(Exception):
     """Raised if a reward function cannot be found, is of the wrong kind, or returned something other than rewards."""
 
 
-def load(name: str) -> RewardFunction:
-    """Load the function named by "module:function" or "path/to/file.py:function"."""
-    source, _, attribute = name.rpartition(":")
+def load(function: str | bytes) -> RewardFunction:
+    """Load the function named by "module:function" or "path/to/file.py:function", or unpickle it."""
+    if isinstance(function, bytes):
+        return usable(_unpickle(function))
+    source, _, attribute = function.rpartition(":")
     module = _load_file(source) if source.endswith(".py") else _load_module(source)
     if attribute not in vars(module):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise Unusable(f"does not exist: the functions of {source} are {', '.join(functions) or '(none)'}")
     return usable(vars(module)[attribute])
+
+
+def _unpickle(content: bytes) -> object:
+    try:
+        return pickle.loads(content)
+    except (ImportError, AttributeError) as error:  # what is in a module travels as its name
+        raise Unusable(
+            f"cannot be rebuilt in its own process ({error}): define it in the notebook or script itself, or in a "
+            "module that can be imported"
+        ) from error
 
 
 def _load_file(path: str) -> ModuleType:
@@ -136,9 +150,9 @@ def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
 def serve(connection: socket.socket) -> None:
     """Load the function named by the first message, then answer one call after the other."""
     requests = connection.makefile("rb")
-    name, path = pickle.load(requests)
+    order, path = pickle.load(requests)
     sys.path[:] = path
-    loaded, function = attempt(load, name)
+    loaded, function = attempt(load, order)
     connection.sendall(line((0, loaded, None if loaded else function)))
     while loaded:
         number, arguments = pickle.load(requests)

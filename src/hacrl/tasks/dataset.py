@@ -18,8 +18,9 @@ from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
+from hacrl.config.given import GivenRows
 from hacrl.config.strict_yaml import MAX_DEPTH, line_and_column
 from hacrl.errors import UserError
 from hacrl.tasks.problem import Problem, Prompt
@@ -36,11 +37,13 @@ TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*(:?)|[\[{]|[\]}]', re.DOTALL)
 """Matches the tokens that matter for keys and nesting: strings, with a colon if they are keys, and brackets."""
 
 
-def load_problems(source: str, *, split: str, subset: str | None, name: str, key: str = "") -> list[Problem]:
+def load_problems(
+    source: str | GivenRows, *, split: str, subset: str | None, name: str, key: str = ""
+) -> list[Problem]:
     """Load all problems of a data set; `key` is the config key that names it, for error messages.
 
-    `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, or an id on the
-    hub ("org/name"). `split` and `subset` apply to the latter two; a file is always one split.
+    `source` is a .jsonl, .json or .parquet file, a folder made by `save_to_disk` of datasets, an id on the hub
+    ("org/name"), or rows. `split` and `subset` apply to folders and the hub; all else is always one split.
     """
     problems: dict[str, Problem] = {}
     for number, (place, row) in enumerate(read_rows(source, split, subset, key)):
@@ -124,8 +127,10 @@ def _beginning_with(first: list[int], order: list[int]) -> list[int]:
     return first + [index for index in order if index not in taken]
 
 
-def is_on_hub(source: str) -> bool:
+def is_on_hub(source: str | GivenRows) -> TypeGuard[str]:
     """Whether a data set is read from the hub, because no local file has that name."""
+    if isinstance(source, GivenRows):
+        return False
     path = Path(source).expanduser()
     return not path.exists() and bool(HUB_ID.fullmatch(source)) and path.suffix not in FILE_SUFFIXES
 
@@ -135,8 +140,10 @@ def count_rows(source: str) -> int | None:
     return sum(1 for _ in read_rows(source, "train", None)) if Path(source).expanduser().is_file() else None
 
 
-def read_rows(source: str, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
+def read_rows(source: str | GivenRows, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
     """Read the rows of a data set, each with its place for error messages."""
+    if isinstance(source, GivenRows):
+        return ((f"{key}, row {number}", row) for number, row in enumerate(source.rows))
     path = Path(source).expanduser()
     if path.is_file() and path.suffix in (".jsonl", ".json"):
         return _read_json(path)

@@ -6,7 +6,6 @@ rollout gets None, and the verdict says why. A bug in a user's function ends the
 
 import copy
 import importlib.util
-import inspect
 import math
 import queue
 import sys
@@ -18,17 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from hacrl.config.given import GivenReward, name_of
 from hacrl.errors import UserError
 from hacrl.tasks import child
 from hacrl.tasks.child import RewardFunction
 from hacrl.tasks.problem import Prompt
-from hacrl.tasks.worker import Reply, Worker
+from hacrl.tasks.worker import Reply, Unpicklable, Worker, pickled
 
 Completion = str | list[dict[str, str]]
 """A completion as in TRL: a text if the prompt is a text, one assistant message if it is chat messages."""
 Lengths = Sequence[int] | None
 """How many tokens each completion has; None: there is no length penalty."""
-Reward: TypeAlias = "str | RewardFunction | SoftOverlong"
+Reward: TypeAlias = "str | GivenReward | RewardFunction | SoftOverlong"
 
 MEMORY_GIB = 4.0
 """GiB of memory that the process of a reward function may use, including the processes that it starts."""
@@ -66,10 +66,10 @@ def _text_of(completion: Completion) -> str:
 class Verifier(ExitStack):
     """Scores completions with a weighted sum of reward functions; on exit, ends their processes.
 
-    Each function is "exact", "math", GYM, a `SoftOverlong`, a user's "module:function" or "path/to/file.py:function",
-    or a Python callable. `math` and GYM run in `workers` processes; `timeout` limits their seconds for one completion.
-    A user's named function has a process of its own; `call_timeout` limits one call. `memory_gib` limits the memory of
-    each of these processes. `exact` and callables run in this process, without limits.
+    Each function is "exact", "math", GYM, a `SoftOverlong`, a user's "module:function", "path/to/file.py:function" or
+    `GivenReward`, or a Python callable. `math` and GYM run in `workers` processes; `timeout` limits their seconds for
+    one completion. A user's function has a process of its own; `call_timeout` limits one call. `memory_gib` limits the
+    memory of each of these processes. `exact` and callables run in this process, without limits.
     """
 
     def __init__(
@@ -184,15 +184,12 @@ class InProcess(Scorer):
 class InOneChild(Scorer):
     """Calls a user's function in one child process, once for all completions."""
 
-    def __init__(self, spec: str, call_timeout: float, memory_gib: float | None) -> None:
-        self._spec, self._call_timeout = spec, call_timeout
-        source, _, function = spec.rpartition(":")
-        if source.endswith(".py"):
-            source = str(Path(source).expanduser().resolve())
-        self._worker = Worker(f"{source}:{function}", path=[str(Path.cwd()), *sys.path], memory_gib=memory_gib)
+    def __init__(self, reward: str | GivenReward, call_timeout: float, memory_gib: float | None) -> None:
+        self._spec, self._call_timeout = reward if isinstance(reward, str) else reward.name, call_timeout
+        self._worker = Worker(_for_child(reward), path=[str(Path.cwd()), *sys.path], memory_gib=memory_gib)
         loading = self._worker.load()
         if loading.outcome != "returned":
-            raise _broken(spec, loading.detail)
+            raise _broken(self._spec, loading.detail)
 
     def score(self, arguments: dict[str, Any], num_tokens: Lengths) -> list[Verdict]:
         reply = self._worker.call(arguments, self._call_timeout)
@@ -202,6 +199,20 @@ class InOneChild(Scorer):
 
     def close(self) -> None:
         self._worker.close()
+
+
+def _for_child(reward: str | GivenReward) -> str | bytes:
+    """A user's function in the form in which a child takes it."""
+    if isinstance(reward, str):
+        source, _, function = reward.rpartition(":")
+        return f"{Path(source).expanduser().resolve() if source.endswith('.py') else source}:{function}"
+    try:
+        return pickled(reward.function)
+    except Unpicklable as error:
+        advice = (
+            "create what cannot be copied (locks, connections) inside the function, or name it path/to/file.py:function"
+        )
+        raise _broken(reward.name, f"cannot be sent to the process that runs it ({error}): {advice}") from error
 
 
 class Pool(Scorer):
@@ -259,6 +270,8 @@ class Pool(Scorer):
 def _scorer(reward: Reward, timeout: float, call_timeout: float, workers: int, memory_gib: float | None) -> Scorer:
     if isinstance(reward, SoftOverlong):
         return reward
+    if isinstance(reward, GivenReward):
+        return InOneChild(reward, call_timeout, memory_gib)
     if reward == "exact" or not isinstance(reward, str):
         return InProcess(exact if isinstance(reward, str) else reward)
     if reward in ("math", GYM):
@@ -273,9 +286,9 @@ def _name(reward: Reward) -> str:
     """The name of a reward in metrics: the function's own name, as in TRL."""
     if isinstance(reward, SoftOverlong):
         return "soft_overlong"
-    if isinstance(reward, str):
-        return reward.rpartition(":")[2]
-    return reward.__name__ if inspect.isroutine(reward) else type(reward).__name__
+    if isinstance(reward, GivenReward):
+        return reward.name
+    return reward.rpartition(":")[2] if isinstance(reward, str) else name_of(reward)
 
 
 def _broken(name: str, detail: str) -> UserError:

@@ -14,9 +14,12 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
+
+import cloudpickle
 
 from hacrl.errors import harmless
+from hacrl.opening import reason
 from hacrl.tasks import child, keeper
 
 LONGEST_LINE = 10_000
@@ -35,9 +38,10 @@ class Reply:
 class Worker:
     """The parent's side of `child.py`; it handles one call at a time."""
 
-    def __init__(self, function: str, path: list[str], memory_gib: float | None = None) -> None:
-        """Start a child that imports `function`, "module:name" or "/path/to/file.py:name", with `path` as its sys.path,
-        without waiting for it. The child and all processes that it starts may use `memory_gib` of memory together."""
+    def __init__(self, function: str | bytes, path: list[str], memory_gib: float | None = None) -> None:
+        """Start a child that loads `function` with `path` as its sys.path, without waiting for it: "module:name",
+        "/path/to/file.py:name", or a function that `pickled` has made into bytes. The child and all processes that it
+        starts may use `memory_gib` of memory together."""
         self._order = (function, path)
         self._memory_gib = memory_gib
         self._lock = threading.Lock()
@@ -55,7 +59,11 @@ class Worker:
             if loading.outcome != "returned":
                 return loading
             self._number += 1
-            return self._exchange((self._number, arguments), limit)
+            try:
+                message = pickled((self._number, arguments))
+            except Unpicklable as error:
+                return Reply("raised", detail=f"cannot get the columns of the data in its own process: {error}")
+            return self._exchange(message, limit)
 
     def close(self) -> None:
         """End the child. A call in progress in another thread gets the outcome "died"."""
@@ -102,7 +110,7 @@ class Worker:
         when = "" if reply.outcome == "raised" else " while it was imported"
         return Reply("unloadable", detail=reply.detail + when)
 
-    def _exchange(self, message: object, limit: float) -> Reply:
+    def _exchange(self, message: bytes | None, limit: float) -> Reply:
         """Send a message, if any, and wait for the answer. Neither hangs, because killing the child ends both."""
         expired = threading.Event()
 
@@ -116,7 +124,7 @@ class Worker:
         answer: tuple[int, bool, Any] | None = None
         try:
             if message is not None:
-                self._socket.sendall(pickle.dumps(message))
+                self._socket.sendall(message)
             while answer is None or answer[0] != self._number:  # skip answers to other calls
                 answer = read_answer(self._replies.readline())
         except (OSError, ValueError):
@@ -164,6 +172,18 @@ class Worker:
             end.close()
         self._running = False
         return word.decode()
+
+
+class Unpicklable(Exception):
+    """Raised if an object cannot be copied to another process."""
+
+
+def pickled(value: object) -> bytes:
+    """The value as a pickle, also if it is or holds functions and classes of a notebook. Only children read it."""
+    try:
+        return cast(bytes, cloudpickle.dumps(value))
+    except Exception as error:  # raised by whatever the value holds
+        raise Unpicklable(reason(error)) from error
 
 
 def read_answer(line: bytes) -> tuple[int, bool, Any]:

@@ -46,8 +46,8 @@ class RunDir:
             raise UserError(f"output_dir: {path} is a file. Choose another output_dir.")
         if path.is_dir() and {child.name for child in path.iterdir()} - UNBEGUN:
             if (path / "config.yaml").is_file():
-                hint = f"Continue it with `hacrl train {path} --resume`, or choose another output_dir."
-                raise UserError(f"output_dir: {path} already holds a run. {hint}")
+                how = f"Continue it with `hacrl train {path} --resume` (in Python: resume=True)"
+                raise UserError(f"output_dir: {path} already holds a run. {how}, or choose another output_dir.")
             raise UserError(f"output_dir: {path} is not empty and not a run. Choose another output_dir.")
 
     @classmethod
