@@ -182,7 +182,7 @@ def without_reader(*arguments: str) -> tuple[int, str]:
 
 def test_training_without_a_reader_stops_and_can_be_resumed(hacrl: Run) -> None:
     """The first line it prints is about step 0, which is then in the folder."""
-    code, err = without_reader("train", write("a.yaml"))
+    code, err = without_reader("train", write("a.yaml"), "algorithm.name=gspo")
     assert code == OUTPUT_CLOSED
     assert err == (
         "error stopped, because the program that read the output closed it; continue with `hacrl train run --resume`.\n"

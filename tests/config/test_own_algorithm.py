@@ -198,7 +198,7 @@ def test_a_study_compares_it(folder: Path, make_config: MakeConfig) -> None:
     nested = StudyConfig.from_dict({**data, "algorithms": {"mine": {"algorithm": {"name": "my.py:Mine", "scale": 2}}}})
     assert nested.algorithms["mine"]["algorithm"] == {"name": f"{folder}/my.py:Mine", "scale": 2}
     study = Study.build(config)
-    mine = study.group("main", "mine")[0].config
+    mine = study.groups["main", "mine"][0].config
     assert mine.algorithm == parse_algorithm({"name": "my.py:Mine", "scale": 2.0})
     assert RunConfig.from_dict(yaml.safe_load(mine.to_yaml())) == mine
     with pytest.raises(UserError, match=r"write \{LABEL: \{algorithm.name: my.py:Mine\}\}"):

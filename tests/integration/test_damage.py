@@ -49,7 +49,10 @@ def config(folder: Path) -> RunConfig:
     sizes = {"prompts_per_step": 2, "num_generations": 2, "max_prompt_length": 32, "max_completion_length": 8}
     times = {"max_steps": 2, "save_every": 1, "learning_rate": 1e-4, "fast": FAST}
     task = {"name": "arithmetic", "eval_size": 4}
-    return RunConfig.from_dict({"agents": agents, "task": task, "output_dir": str(folder), **sizes, **times})
+    algorithm = {"name": "hacpo_robust", "imitation": {"when": "never"}}  # these few answers are all wrong
+    return RunConfig.from_dict(
+        {"agents": agents, "algorithm": algorithm, "task": task, "output_dir": str(folder), **sizes, **times}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -175,13 +175,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     agents = [{"id": "a", "model": "zoo:llama-plus"}, {"id": "b", "model": "zoo:llama-plus"}]
     sizes = {"prompts_per_step": 4, "num_generations": 4, "rollouts_per_update": 16, "max_completion_length": 40}
     times = {"max_steps": 3, "eval_every": 0, "save_every": 1, "learning_rate": 1e-3, "fast": FAST, "trace": True}
-    task = {"name": "arithmetic", "eval_size": 20}
-    output_dir = str(tmp_path_factory.mktemp("lora") / "run")
-    return train(
-        RunConfig.from_dict(
-            {"agents": agents, "lora": {"r": 4}, "task": task, "output_dir": output_dir, **sizes, **times}
-        )
-    ).run_dir
+    data: dict[str, Any] = {"agents": agents, "lora": {"r": 4}, "task": {"name": "arithmetic", "eval_size": 20}}
+    data["algorithm"] = {"name": "hacpo_robust", "imitation": {"when": "never"}}  # the optimizer goes on to the end
+    data["output_dir"] = str(tmp_path_factory.mktemp("lora") / "run")
+    return train(RunConfig.from_dict({**data, **sizes, **times})).run_dir
 
 
 def without_times(run_dir: Path) -> list[dict[str, object]]:

@@ -53,8 +53,9 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
         if (unused := said["size"] - sum(size_by_address.values())) > 0:
             repairs.append(f"caution: transformers has no use for {unused:,} of its {said['size']:,} weights")
         _set_special_tokens(model, tokenizer, said.get("eos_token_id"))
-        model.save_pretrained(Path(scratch) / "saved")
-        tokenizer.save_pretrained(Path(scratch) / "saved")
+        with doing("saving the model"):
+            model.save_pretrained(Path(scratch) / "saved")
+            tokenizer.save_pretrained(Path(scratch) / "saved")
         (Path(scratch) / "saved").rename(folder)
     return repairs
 
