@@ -30,6 +30,8 @@ def test_keys_that_contain_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert hacrl(monkeypatch, "config", "save", "total") == 0
     keys = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "_" in line.split()[0]]
     assert keys == ["save_total_limit", "save_total_limit"], "of runs and of warm-ups"
+    assert hacrl(monkeypatch, "config", "capability.window") == 0
+    assert "Capability (`hacpo`, `hacpo_robust`)" in capsys.readouterr().out
     assert hacrl(monkeypatch, "config", "nonsense") == 2
     assert capsys.readouterr().err == "error No key contains nonsense. `hacrl config` lists all keys.\n"
 

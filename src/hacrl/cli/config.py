@@ -31,7 +31,7 @@ def config(
         for table in tables():
             keys = [key for key in table.keys if all(word in key.name.lower() for word in wanted)]
             if keys:
-                found.add_row(Text(table.title.strip("#* "), "bold"), end_section=True)
+                found.add_row(Text(table.title.strip("# ").replace("**", ""), "bold"), end_section=True)
             for key in keys:
                 found.add_row(*map(Text, (key.name, key.default, key.text)))
         if not found.rows:

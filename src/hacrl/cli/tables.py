@@ -117,11 +117,12 @@ def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]
         console.print(Text(memory), soft_wrap=True)
     console.print(times)
     seconds = step_seconds(config, plans)
+    imitation = "" if config.algorithm.imitation.when == "never" else "imitation, "
     console.print(
         f"{config.max_steps} steps of {config.prompts_per_step} prompts: "
         f"{config.max_steps * config.rollouts_per_step:,} rollouts in all.\n"
         f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
-        "its full length and no work can be saved; verification, evaluation and checkpoints come on top."
+        f"its full length and no work can be saved; verification, {imitation}evaluation and checkpoints come on top."
     )
 
 
