@@ -139,8 +139,10 @@ class Display:
     def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
         self._ended.set()
         self._thread.join()
-        self.hide(stays=self._stays and error is not None)  # what was reached before an error stays
-        _displays.remove(self)
+        try:
+            self.hide(stays=self._stays and error is not None)  # what was reached before an error stays
+        finally:
+            _displays.remove(self)
         if error is None:
             self.check_output()
 

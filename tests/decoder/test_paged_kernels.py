@@ -76,6 +76,21 @@ def test_attention_over_blocks_is_softmax_attention(
             assert torch.equal(last[place[kind] :][: K * BLOCK * D].view(K, BLOCK, D)[:, at], new[b])
 
 
+def test_blocks_are_the_memory_that_was_taken() -> None:
+    cache, _ = cache_of(2, 24)
+    blocks = cache.take(3)
+    assert blocks is not None
+    assert {block.memory.untyped_storage().data_ptr() for block in blocks} == {
+        slab.untyped_storage().data_ptr() for slab in cache.slabs
+    }
+    assert len({block.unit for block in blocks}) == 3
+    cache.release()
+    cache.most_bytes = 2 * cache.block_bytes
+    assert cache.take(3) is None
+    assert len(cache.take(2) or []) == 2
+    assert cache.room() == 0
+
+
 def test_prompts_are_stored_up_to_their_length_and_no_further() -> None:
     cache, module = cache_of(2, 24)
     blocks = cache.take(4)

@@ -83,7 +83,7 @@ def test_imitation_is_plain_fine_tuning_on_the_answers(restart: bool) -> None:
     assert texts == [rollout.text for rollout in rollouts[12:]]
     batches = agent.imitator._batches(1)
     assert [len(batch) for batch in batches] == [8] * 6
-    expected = finetuned_plainly("llama-plus", batches, [3 * RATE * (1 - n / 6) for n in range(6)])
+    expected = finetuned_plainly("llama-plus", batches, [6 / 100 * 3 * RATE * (1 - n / 6) for n in range(6)])
     assert_close(weights_of(agent), expected)
     assert not torch.equal(weights_of(agent)[0], before[0])
     assert (result.metrics["imitation/answers"], result.metrics["imitation/updates"]) == (24, 6)

@@ -52,7 +52,6 @@ class BlockCache:
         for module, (K, D) in probe.shapes.items():
             self.places[module] = self.elements, self.elements + K * kernels.BLOCK * D
             self.elements += 2 * K * kernels.BLOCK * D
-        self.heads = sorted({K for K, _ in probe.shapes.values()})
         self.block_bytes = self.elements * self.dtype.itemsize
         self.anchor = torch.empty(UNIT, dtype=self.dtype, device=self.device)
         self.margin = 0
@@ -81,7 +80,7 @@ class BlockCache:
             except torch.OutOfMemoryError:
                 return None
             self.slabs.append(slab)
-            self.free += [Block(memory, self._unit(memory)) for memory in reversed(slab)]
+            self.free += [Block(slab[i], self._unit(slab[i])) for i in reversed(range(more))]
         return [self.free.pop() for _ in range(count)]
 
     def give(self, blocks: list[Block]) -> None:

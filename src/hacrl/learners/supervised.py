@@ -20,6 +20,11 @@ ALWAYS_SOLVED = 1e-3
 """Added to 1 - m, so that answers to prompts that the learner always solves are drawn, though hardly ever."""
 
 
+FULL_RATE_FROM = 100
+"""Updates of an imitation at the middle or end of a run from which it has its full rate; with fewer, the rate is lower
+in proportion. The first updates of a new optimizer are rough, and a few of them at the full rate do harm."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A prompt and the completion to learn, with its end-of-turn token."""
@@ -124,7 +129,7 @@ class Imitator:
         supervised, batches, done = SupervisedLearner(self.learner), self._batches(step), []
         with doing(f"{self.learner.config.id} imitates right answers", len(batches)) as activity:
             for number, rows in enumerate(batches):
-                falling = 1 - number / len(batches) if once else 1.0
+                falling = min(len(batches) / FULL_RATE_FROM, 1) * (1 - number / len(batches)) if once else 1.0
                 done.append(supervised.update(rows, self.options.rate * learning_rate * falling, step))
                 activity.done += 1
         if once:

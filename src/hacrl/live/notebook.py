@@ -23,13 +23,15 @@ class NotebookTable:
     def start(self, refresh: bool = True) -> None:
         from IPython.display import display
 
-        self._handle = display(_both(self._lines()), raw=True, display_id=True)
+        if self._handle is None:  # once in a cell
+            self._handle = display(_both(self._lines()), raw=True, display_id=True)
 
     def refresh(self) -> None:
         self._handle.update(_both(self._lines()), raw=True)
 
     def stop(self) -> None:
-        self.refresh()
+        if self._handle is not None:
+            self.refresh()
 
 
 def _both(lines: list[Text]) -> dict[str, str]:

@@ -197,9 +197,13 @@ class Progress:
 
     def __init__(self, config: RunConfig, console: Console, title: str | None = None) -> None:
         self.view = View(config, title)
-        table = (lambda: NotebookTable(lambda: self.view.lines(console.width))) if console.is_jupyter else None
+        notebook = NotebookTable(lambda: self.view.lines(console.width))
         self.display = Display(
-            console, self.view.lines, self._line, self._publish, table if not console.quiet else None
+            console,
+            self.view.lines,
+            self._line,
+            self._publish,
+            (lambda: notebook) if console.is_jupyter and not console.quiet else None,
         )
         self._notes = _Notes(self)
         self._file: Path | None = None

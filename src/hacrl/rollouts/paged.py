@@ -280,6 +280,7 @@ class PagedEngine:
         (spare,) = taken
         if moved or any(a < b for a, b in zip(has, wanted, strict=True)):
             self.graphs.clear()
+            self.run_before.clear()
             self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
             rows, N, T, L, P = (max(pair) for pair in zip(has, wanted, strict=True))
             self.board = Board(rows, N, T, L, P, spare, self.stop_ids, self.backbone.device)
@@ -326,10 +327,7 @@ class PagedEngine:
         assert self.cache is not None
         key = ("step", B, params.temperature, params.top_p, params.top_k)
         if key not in self.graphs:
-            shape = ("step", *(kernels.parts_of(B, K) for K in self.cache.heads), *key[2:])
-            if shape not in self.run_before:  # loads kernels; with fillers only, so it writes spare memory
-                self.run_before.add(shape)
-                self._token_step(board, board.idle, B, params)
+            self._token_step(board, board.idle, B, params)  # loads kernels; with fillers, so it writes spare memory
             self.graphs[key] = self._captured(lambda: self._token_step(board, board.columns, B, params))
         return self.graphs[key]
 

@@ -70,10 +70,13 @@ def main() -> None:
     if sys.platform == "linux":  # elsewhere system libraries do not bear a fork; each run imports this itself
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a package that looks for GPUs must not start CUDA
         import hacrl.agents.agent  # noqa: F401
+    import torch
+
     order = next_run(Connection(int(sys.argv[1])))
     if order is None:
         os._exit(0)  # without taking apart what was imported, which takes a second
     end_with_parent()
+    torch.set_num_threads(torch.get_num_threads())  # its pool of threads is not usable after a fork until this is set
     arguments, environment, log = order
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

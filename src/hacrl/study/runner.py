@@ -289,8 +289,7 @@ class Runner:
         if self.starter is not None:
             try:
                 self.starter.connection.close()
-                if self.children:
-                    self.starter.wait()
+                self.starter.wait()  # it ends its runs within a grace period
             finally:
                 self.starter.end()
         for child in list(self.children):

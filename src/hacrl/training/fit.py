@@ -167,7 +167,8 @@ class Memories:
             yield [each("log_kl", "false")]
         gpus = torch.cuda.device_count() if self.gpu is None else max(GPU_COUNTS)
         if config.execution == "local" and 1 < len(on_gpu) <= gpus:
-            yield [[f"agents.{agent.id}.device=cuda:{index}" for index, agent in enumerate(on_gpu) if index]]
+            places = [(agent, f"cuda:{index}") for index, agent in enumerate(on_gpu)]
+            yield [[f"agents.{a.id}.device={place}" for a, place in places if (a.device, place) != ("auto", "cuda:0")]]
         yield [each("dtype", "bfloat16", own) for own in [[a for a in tight if a.dtype == "float32"]] if own]
         yield [each("optimizer_offload", "true", on_gpu)] * bool(on_gpu)
         yield [each("lora.r", 16, own) for own in [[a for a in tight if a.lora is None]] if own]
