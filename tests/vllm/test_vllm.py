@@ -109,7 +109,7 @@ def test_an_update_is_seen_at_once_and_checked(sampled: Sampled) -> None:
 
 def run_config(output_dir: Path, **changes: Any) -> RunConfig:
     settings: dict[str, Any] = {
-        "algorithm": {"name": "hacpo_robust"},
+        "algorithm": {"name": "hacpo_robust", "imitation": {"when": "never"}},  # whose updates would count too
         "agents": [{"id": "llama", "model": "zoo:llama-large"}, {"id": "qwen", "model": "zoo:qwen3-bpe"}],
         "task": {"name": "arithmetic", "eval_size": 16},
         "engine": "vllm",
