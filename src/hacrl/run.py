@@ -23,6 +23,7 @@ from hacrl.live.trackers import Trackers, check_trackers
 from hacrl.seeding import seed_all
 from hacrl.tasks import build_task, refuse_gone
 from hacrl.terminal import Terminal
+from hacrl.training.asking import prepared
 from hacrl.training.checkpoint import (
     all_checkpoints,
     complete_checkpoints,
@@ -172,23 +173,24 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
     task, remarks = build_task(config.task, config.seed)
     told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
     remarks += [sentence for sentence in told if sentence]
+    first = task.train(0, config.prompts_per_step)
     with (
+        prepared(config, [*first, *task.listed]) as (sources, notes),
         task.verifier,
         Progress(config, console, title) as progress,
         closing(make_executor(config, progress.on_agent)) as executor,
     ):
-        first = task.train(0, config.prompts_per_step)
         executor.check_prompts([*first, *task.listed, *task.eval_problems])
         traits = executor.traits(first[0])
         for agent, own in zip(config.agents, traits, strict=True):
             if not own.has_chat_template:
                 remarks.append(f"Agent {agent.id} has no chat template: string prompts are given to it as they are.")
-        for remark in remarks:
+        for remark in (*remarks, *notes):
             console.print(Text.assemble(("note ", "yellow"), remark))
         check_exchange(config, traits, resume)
         run = RunDir.open(config.output_dir) if resume else RunDir.create(config)
         audience = Audience([progress])
-        trainer = Trainer(config, task, executor, run, audience)
+        trainer = Trainer(config, task, executor, run, audience, sources)
         trainer.accounts.began = began
         with run.locked(), progress.published(run.progress_file):
             if resume:

@@ -121,6 +121,12 @@ class Algorithm(ABC):
         """Whether the ratio of a foreign rollout is taken to the learner before its first update of the step."""
         return False
 
+    @property
+    def needs_logps(self) -> bool:
+        """Whether foreign rollouts are weighed by what their source recorded. If not, s is 1 for a source without
+        log-probabilities; if so, such a source is refused."""
+        return False
+
     def tracker(self, num_agents: int) -> CapabilityTracker:
         return CapabilityTracker(num_agents, CapabilityOptions())
 
@@ -177,8 +183,8 @@ class Algorithm(ABC):
         length_N = length_N.double()
         return length_N / (max_length if self.loss_type == "dr_grpo" else length_N.mean())
 
-    def rollouts_used(self, own: int, foreign: list[int]) -> int:
-        """How many rollouts of a prompt a learner trains on, given its own and those of each other agent."""
+    def rollouts_used(self, own: float, foreign: list[float]) -> float:
+        """How many rollouts of a prompt a learner trains on, given its own and those of each other source."""
         return own + sum(foreign) if self.shares_rollouts else own
 
     def reinforces(self, step: int, max_steps: int) -> bool:

@@ -44,6 +44,10 @@ class FTIS(Algorithm):
     def compares_tokens(self) -> bool:
         return not self.spread
 
+    @property
+    def needs_logps(self) -> bool:
+        return True
+
     def terms(self, sequences: Sequences, update: int) -> Terms:
         own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
         logp_NT, old_logp_NT, mask_NT = sequences.logp_NT, sequences.old_logp_NT, sequences.mask_NT

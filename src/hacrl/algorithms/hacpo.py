@@ -74,6 +74,10 @@ class HACPO(CapabilityAware):
             printed = "table 5 of the paper, version 1, prints the lower bound 1 - delta (0.8) under this name"
             raise ValueError(f"delta must lie in (0, 1], but is {self.delta}; {printed}")
 
+    @property
+    def needs_logps(self) -> bool:
+        return True
+
     def check_schedule(self, updates_per_step: int) -> None:
         last = stepwise_lower_bound(updates_per_step - 1, self.delta, self.delta_step)
         if self.cross_clip and self.cross_weight > 0 and last >= 1 - 1e-12 and not self.allow_closed_band:

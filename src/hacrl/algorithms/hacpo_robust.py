@@ -50,6 +50,10 @@ class RobustHACPO(CapabilityAware):
     imitation: Imitation = field(default_factory=lambda: Imitation(when="end", confidence=16.0, focus=1.0))
     """Supervised updates on everybody's right answers after the last step."""
 
+    @property
+    def needs_logps(self) -> bool:
+        return self.foreign == "exact"
+
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:

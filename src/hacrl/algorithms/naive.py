@@ -29,6 +29,10 @@ class Naive(Algorithm):
     def rescores_foreign(self) -> bool:
         return self.ratio == "own"
 
+    @property
+    def needs_logps(self) -> bool:
+        return self.ratio == "source"
+
     def terms(self, sequences: Sequences, update: int) -> Terms:
         return gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
 

@@ -7,6 +7,7 @@ interpretation: in the paper each node chooses what to take; here the number of 
 numbers the prompts of each step in random order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -69,10 +70,10 @@ class Swarm(Algorithm):
         used = self._mixed(counts.pop(learner), [count for count in counts if count])
         return torch.full(source_N.shape, 1 / max(used, 1.0), dtype=torch.float64, device=source_N.device)
 
-    def rollouts_used(self, own: int, foreign: list[int]) -> int:
+    def rollouts_used(self, own: float, foreign: list[float]) -> float:
         return round(self._mixed(own, foreign))
 
-    def _mixed(self, own: int, foreign: list[int]) -> float:
+    def _mixed(self, own: float, foreign: Sequence[float]) -> float:
         return (1 - self.share) * own + self.share * sum(foreign) / len(foreign) if foreign else float(own)
 
     def explain(self, num_agents: int) -> Explanation:

@@ -31,6 +31,10 @@ class TOPR(Algorithm):
 
     name: Literal["topr"] = "topr"
 
+    @property
+    def needs_logps(self) -> bool:
+        return True
+
     def terms(self, sequences: Sequences, update: int) -> Terms:
         likelier_N = (sequences.logp_N.detach() - sequences.old_logp_N).clamp(max=0.0).exp()
         weight_N = torch.where(sequences.advantage_N < 0, likelier_N, 1.0)

@@ -15,6 +15,7 @@ from hacrl.algorithms import Algorithm, RobustHACPO
 from hacrl.config.agent import AgentConfig, Settings, with_ids
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
+from hacrl.config.sources import SourceConfig
 from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.config.task import TaskConfig
@@ -121,6 +122,8 @@ class RunConfig(TeamConfig, Settings):
     """Its name, or file.py:Class or module:Class of your own, and its options."""
     agents: Team[AgentConfig]
     """At least one; each has an id, a model, and settings that differ from the run's."""
+    sources: Annotated[list[SourceConfig], Field(max_length=MAX_AGENTS)] = []
+    """Sources that only give rollouts: teachers behind an address, and stored rollouts."""
     task: TaskConfig
     """Where problems come from, and how answers are verified."""
     prompts_per_step: Size = 32
@@ -183,7 +186,7 @@ class RunConfig(TeamConfig, Settings):
                 f"prompts_per_step x num_generations of all agents must be at most {MAX_ROLLOUTS:,} rollouts a step, "
                 f"but is {self.rollouts_per_step:,}"
             )
-        alone = not self.algorithm.shares_rollouts or len(self.agents) == 1
+        alone = not self.algorithm.shares_rollouts or len(self.names) == 1
         for agent in self.agents:
             if agent.num_generations == 1 and (alone or self.algorithm.groups_by_source):
                 where = f"agents.{agent.id}.num_generations"
@@ -193,6 +196,25 @@ class RunConfig(TeamConfig, Settings):
                     self.algorithm.check_schedule(self.updates_per_step(agent) * agent.num_iterations)
             except ValueError as error:
                 raise ValueError(f"algorithm: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _useful_sources(self) -> Self:
+        names = self.names
+        if len(set(names)) < len(names):
+            raise ValueError(f"sources: agents and sources need different ids, but they are {', '.join(names)}")
+        imitation = self.algorithm.imitation
+        imitates = imitation.when != "never" and imitation.answers != "own"
+        if self.sources and not self.algorithm.shares_rollouts and not imitates:
+            raise ValueError(
+                f"sources: {self.algorithm.name} uses an agent's own rollouts only; choose an algorithm that shares, "
+                "for example hacpo_robust"
+            )
+        if self.sources and self.algorithm.compares_tokens:
+            raise ValueError(
+                f"sources: {self.algorithm.name} compares tokens, and the tokens of a source are not known; choose "
+                "another algorithm"
+            )
         return self
 
     @model_validator(mode="after")
@@ -214,19 +236,34 @@ class RunConfig(TeamConfig, Settings):
         return self
 
     def rollouts_per_prompt(self, learner: AgentConfig) -> int:
-        """How many rollouts of a prompt a learner trains on."""
-        count = {agent.id: agent.num_generations for agent in self.agents}
-        return self.algorithm.rollouts_used(count.pop(learner.id), list(count.values()))
+        """The most rollouts of a prompt that a learner trains on."""
+        return round(self._rollouts_used(learner, [source.num_generations for source in self.sources]))
 
-    def updates_per_step(self, learner: AgentConfig) -> int:
-        """Mini-batches of one pass: rollouts used / rollouts_per_update, each of at least one prompt."""
-        rollouts = self.prompts_per_step * self.rollouts_per_prompt(learner)
+    def _rollouts_used(self, learner: AgentConfig, outside: Sequence[float]) -> float:
+        """How many rollouts of a prompt a learner trains on if other sources than agents give so many each."""
+        count: dict[str, float] = {agent.id: agent.num_generations for agent in self.agents}
+        return self.algorithm.rollouts_used(count.pop(learner.id), [*count.values(), *outside])
+
+    def updates_per_step(self, learner: AgentConfig, outside: Sequence[int] | None = None) -> int:
+        """Mini-batches of one pass: rollouts used / rollouts_per_update, each of at least one prompt.
+
+        `outside` is what each source that is no agent gave in the step; None: the most that it can give.
+        """
+        rollouts: float = self.prompts_per_step * self.rollouts_per_prompt(learner)
+        if outside is not None:
+            given = [count / self.prompts_per_step for count in outside if count]
+            rollouts = self.prompts_per_step * self._rollouts_used(learner, given)
         return min(max(round(rollouts / self.rollouts_per_update), 1), self.prompts_per_step)
 
     @property
     def rollouts_per_step(self) -> int:
         """Rollouts that all agents sample in one step."""
         return self.prompts_per_step * sum(agent.num_generations for agent in self.agents)
+
+    @property
+    def names(self) -> list[str]:
+        """All sources of rollouts: the agents, then the others."""
+        return [member.id for member in (*self.agents, *self.sources)]
 
 
 def check_command(command: str, data: dict[str, Any], where: str) -> None:

@@ -1,5 +1,6 @@
 """Rollouts in one learner's tokens, as tensors: those of a step, of one update, or of one pass through the model."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hacrl.algorithms import Sequences
 from hacrl.learners.lesson import Lesson
+from hacrl.rollouts.rollout import Rollout
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Minibatch(Texts):
     teaches_N: Tensor
     """Whether a rollout, or one of its tokens, has an advantage other than 0."""
     old_logp_N: Tensor
+    """Sum of the log-probabilities that ratios are taken to; NaN: the source did not record any."""
     old_length_N: Tensor
     """Number of tokens in `old_logp_N`, the sum of log-probabilities that ratios are taken to."""
     old_logp_NT: Tensor
@@ -113,11 +116,9 @@ class Minibatch(Texts):
         if added is not None:
             teaches_N = teaches_N | torch.tensor([bool(added[row].any()) for row in rows], dtype=torch.bool)
         ahead = [r.learner_logps if mine else None for r, mine in zip(rollouts, own, strict=True)]
-        old = [  # token by token if tokens are equal up to the end of turn, else the sum is spread evenly
-            rollout.logps if ids[:-1] == rollout.token_ids[:-1] else [rollout.logp_sum / len(ids)] * len(ids)
-            for rollout, ids in zip(rollouts, completions, strict=True)
-        ]
+        old = list(map(_old_logps, rollouts, completions))
         recorded = [rollout.logps if mine else [] for rollout, mine in zip(rollouts, own, strict=True)]
+        sums = [math.nan if rollout.logp_sum is None else rollout.logp_sum for rollout in rollouts]
         zeros_N = torch.zeros(len(rows), dtype=torch.float64)
         return cls(
             prompts=[prompts[rollout.prompt_index] for rollout in rollouts],
@@ -130,7 +131,7 @@ class Minibatch(Texts):
             omega_N=lesson.omega_N[rows].double(),
             bytes_N=torch.tensor([rollout.num_bytes for rollout in rollouts], dtype=torch.float64),
             teaches_N=teaches_N,
-            old_logp_N=torch.tensor([rollout.logp_sum for rollout in rollouts], dtype=torch.float64),
+            old_logp_N=torch.tensor(sums, dtype=torch.float64),
             old_length_N=torch.tensor([rollout.num_tokens for rollout in rollouts], dtype=torch.float64),
             old_logp_NT=_padded(old, completions),
             recorded_NT=_padded(recorded, completions),
@@ -157,13 +158,29 @@ class Minibatch(Texts):
                 self.old_logp_NT[n, : len(logps[row])] = torch.from_numpy(logps[row])
 
     def sequences(self, logp_NT: Tensor, mask_NT: Tensor) -> Sequences:
-        """The input of an algorithm's terms, given the learner's log-probabilities."""
+        """The input of an algorithm's terms, given the learner's log-probabilities.
+
+        Where the source did not record log-probabilities, the learner's own take their place, so that s is 1.
+        """
         device, added = mask_NT.device, self.token_advantage_NT
         table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.own_N.double(), self.advantage_N, self.omega_N]
         old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N = torch.stack(table).to(device)  # one transfer
         old_logp_NT, own_N = self.old_logp_NT.to(device), own_N.bool()
+        if self.old_logp_N.isnan().any():
+            unknown_N, current_NT = old_logp_N.isnan(), torch.where(mask_NT, logp_NT.detach(), 0.0)
+            old_logp_N = torch.where(unknown_N, current_NT.sum(1), old_logp_N)
+            old_length_N = torch.where(unknown_N, mask_NT.sum(1).double(), old_length_N)
+            old_logp_NT = torch.where(unknown_N[:, None], current_NT, old_logp_NT)
         per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
         return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, None if added is None else added.to(device))
+
+
+def _old_logps(rollout: Rollout, token_ids: list[int]) -> Sequence[float] | None:
+    """The source's log-probabilities by the learner's tokens: their sum is spread evenly unless the tokens are equal
+    up to the end of turn."""
+    if rollout.logp_sum is None or (rollout.token_ids and token_ids[:-1] == rollout.token_ids[:-1]):
+        return rollout.logps
+    return [rollout.logp_sum / len(token_ids)] * len(token_ids)
 
 
 def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:

@@ -37,12 +37,14 @@ class Rollout:
     prompt_index: int
     """Position of the prompt in the step's batch."""
     source: int
-    """Index of the agent that sampled the rollout."""
+    """Index of the source: the run's agents come first, then its other sources."""
     index: int
     """Number of this completion among those that the source sampled for the prompt."""
     text: str
     token_ids: list[int]
-    logps: list[float]
+    """The source's tokens; empty if they are not known."""
+    logps: list[float] | None
+    """Log-probability of each token, as the source recorded it; None if it did not."""
     finish_reason: FinishReason
     ended: bool
     special_inside: bool
@@ -51,6 +53,8 @@ class Rollout:
     """Fingerprint of the source's vocabulary. A learner with the same one takes `token_ids`, others read `text`."""
     policy_version: int
     """How many updates the source had made when it sampled the rollout."""
+    num_tokens: int = 0
+    """Number of the source's tokens; it must be given where `token_ids` are not known."""
     lead: str = ""
     """White space between the source's prompt and `text`, where decoding the completion alone leaves it out."""
     opened: str = ""
@@ -62,19 +66,17 @@ class Rollout:
     """What the verifier reports besides the reward: parts, problem, detail."""
 
     def __post_init__(self) -> None:
-        if not self.token_ids or len(self.logps) != len(self.token_ids):
+        self.num_tokens = len(self.token_ids) or self.num_tokens
+        if not self.num_tokens or (self.logps is not None and len(self.logps) != self.num_tokens):
             raise ValueError(
-                f"a rollout needs a token at least, and a log-probability for each: it has {len(self.token_ids)} "
-                f"tokens and {len(self.logps)} log-probabilities"
+                f"a rollout needs a token at least, and a log-probability for each: it has {self.num_tokens} tokens "
+                f"and {len(self.logps or [])} log-probabilities"
             )
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def logp_sum(self) -> float:
-        return float(sum(self.logps))
+    def logp_sum(self) -> float | None:
+        """Log-probability of the whole completion for its source; None if the source did not record it."""
+        return None if self.logps is None else float(sum(self.logps))
 
     @property
     def num_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """What each learner gets in a step: rollouts, what they are worth to it, and when it updates."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
@@ -36,6 +37,8 @@ def lesson_for(
     prompt_N = torch.tensor([number_P[rollout.prompt_index] for rollout in used], dtype=torch.long)
     rewards_N = torch.tensor([rollout.reward for rollout in used], dtype=torch.float64)
     advantages = algorithm.advantages(rewards_N, prompt_N, source_N, learner, omega_KK)
+    came = Counter(rollout.source for rollout in everybodys)
+    outside = [came[j] for j in range(len(config.agents), len(omega_KK))]
     rate, imitation = learning_rate(agent, step, max_steps), algorithm.imitation
     lesson = Lesson(
         step=step,
@@ -43,7 +46,7 @@ def lesson_for(
         rollouts=used,
         advantage_N=advantages.advantage_N,
         omega_N=algorithm.coefficients(source_N, learner, omega_KK),
-        minibatches=minibatches(config, agent, step) if algorithm.reinforces(step, max_steps) else [],
+        minibatches=minibatches(config, agent, step, outside) if algorithm.reinforces(step, max_steps) else [],
         learning_rate=rate,
         examples=examples(learner, step, config, everybodys),
         imitates=imitation.due(step, max_steps),
@@ -62,10 +65,13 @@ def examples(learner: int, step: int, config: RunConfig, rollouts: Sequence[Roll
     return [r for r in right if imitation.answers in ("all", "own" if r.source == learner else "others")]
 
 
-def minibatches(config: RunConfig, agent: AgentConfig, step: int) -> list[list[int]]:
-    """Prompt positions of each update, all passes in a row. The order depends on seed and step alone."""
+def minibatches(config: RunConfig, agent: AgentConfig, step: int, outside: Sequence[int] = ()) -> list[list[int]]:
+    """Prompt positions of each update, all passes in a row. `outside` counts what other sources than agents gave.
+
+    The order depends on seed and step alone.
+    """
     parts = []
     for iteration in range(agent.num_iterations):
         order = permutation(config.prompts_per_step, config.seed, SHUFFLE, step, iteration)
-        parts += [part.tolist() for part in np.array_split(order, config.updates_per_step(agent))]
+        parts += [part.tolist() for part in np.array_split(order, config.updates_per_step(agent, outside))]
     return parts

@@ -117,6 +117,8 @@ class Summary(Costs):
     peak_memory_gib: NotRequired[Number]
     algorithm: NotRequired[object]
     best_step: NotRequired[int | None]
+    sources: NotRequired[dict[str, dict[str, Number]]]
+    """What sources that are no agents have given and used."""
 
 
 class StudyRun(TypedDict, total=False):
@@ -184,18 +186,19 @@ def read_study(path: Path) -> StudyResults:
 
 
 def rollout_lines(
-    ids: Sequence[str],
+    sources: Sequence[str],
     rollouts: Sequence[Sequence[Rollout]],
+    ids: Sequence[str] = (),
     lessons: Sequence["Lesson"] = (),
     results: Sequence["LearnResult"] = (),
 ) -> list[Line]:
-    """One line for every rollout; after learning, with how each learner used it."""
+    """One line for every rollout; after learning, with how each learner used it. `ids` are those of the learners."""
     learners: dict[tuple[int, int, int], Line] = {}
     for learner, lesson, result in zip(ids, lessons, results, strict=False):
         for rollout, use in zip(lesson.rollouts, uses(result, lesson), strict=True):
             learners.setdefault(_key(rollout), {})[learner] = use
     lines = []
-    for source, own in zip(ids, rollouts, strict=True):
+    for source, own in zip(sources, rollouts, strict=True):
         for rollout in own:
             known = {"learners": learners.get(_key(rollout), {})} if lessons else {}
             lines.append({**rollout.record(source), **known})
@@ -230,13 +233,13 @@ def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 
-def trace_lines(ids: Sequence[str], lessons: Sequence["Lesson"], results: Sequence["LearnResult"]) -> Iterator[Line]:
-    """One line for every rollout that a learner used in each update."""
-    for learner, lesson, result in zip(ids, lessons, results, strict=True):
+def trace_lines(sources: Sequence[str], lessons: Sequence["Lesson"], results: Sequence["LearnResult"]) -> Iterator[Line]:
+    """One line for every rollout that a learner used in each update. The first of the sources are the learners."""
+    for learner, lesson, result in zip(sources, lessons, results, strict=False):
         columns = {name: column.tolist() for name, column in result.records.items() if name != "mean_weight"}
         rows = columns.pop("row", [])
         for row, *values in zip(rows, *columns.values(), strict=True):
             rollout = lesson.rollouts[row]
-            place = {"step": lesson.step, "learner": learner, "source": ids[rollout.source]}
+            place = {"step": lesson.step, "learner": learner, "source": sources[rollout.source]}
             which = {"prompt_id": rollout.prompt_id, "index": rollout.index}
             yield {**place, **which, **dict(zip(columns, values, strict=True))}

@@ -16,6 +16,7 @@ from hacrl.execution.executor import Executor, Timed
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
 from hacrl.seeding import global_random_state, restore_global_random_state
+from hacrl.sources.outside import OutsideSource
 from hacrl.tasks import Task
 from hacrl.tasks.problem import digest
 from hacrl.training import checkpoint
@@ -35,14 +36,26 @@ STATE = ("step", "position", "capability", "task", "totals", "times", "accuracy"
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, task: Task, executor: Executor, run: RunDir, watcher: Watcher) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        executor: Executor,
+        run: RunDir,
+        watcher: Watcher,
+        sources: Sequence[OutsideSource] = (),
+    ) -> None:
+        """`sources` are those that are no agents, in the order of the config."""
         self.config, self.executor, self.run, self.watcher = config, executor, run, watcher
         self.algorithm = config.algorithm
         self.ids = [agent.id for agent in config.agents]
-        self.tracker = self.algorithm.tracker(len(self.ids))
+        self.sources = sources
+        self.names = [*self.ids, *(source.config.id for source in sources)]
+        """All sources of rollouts: the agents, then the others."""
+        self.tracker = self.algorithm.tracker(len(self.names))
         self.step = 0
         self.accounts = Accounts(len(self.ids))
-        self.collector = Collector(config, task, executor, self.accounts, watcher)
+        self.collector = Collector(config, task, executor, self.accounts, watcher, sources)
         self.heldout = HeldOut(config, task, executor, watcher)
         self.problems_digest = digest((*task.listed, *task.eval_problems))
         """Digest of the problems that are known beforehand."""
@@ -100,16 +113,18 @@ class Trainer:
         self.accounts.start_step()
         problems, rollouts, metrics = self.collector.collect(self.step)
         # Written before anything can go wrong with them.
-        self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts))
+        self.run.write_step("rollouts", self.step, rollout_lines(self.names, rollouts))
 
         valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
-        self.tracker.update([self._performance(own) for own in valid])
+        measured = [True] * len(self.ids) + [source.is_measured for source in self.sources]
+        self.tracker.update([self._performance(own) if m else None for own, m in zip(valid, measured, strict=True)])
         capabilities = self.tracker.capabilities()
         omega_KK = self.algorithm.omega(capabilities)
 
-        if not any(valid):
-            raise UserError(self._nothing_verified(rollouts))
-        scores = self._score(valid, capabilities)
+        agents = slice(len(self.ids))
+        if not any(valid[agents]):
+            raise UserError(self._nothing_verified(rollouts[agents]))
+        scores = self._score(valid[agents], capabilities[agents])
         made = [lesson_for(k, self.step, self.config, problems, valid, omega_KK, scores) for k in range(len(self.ids))]
         lessons = [lesson for lesson, _ in made]
         learned = self._learn(lessons)
@@ -121,13 +136,13 @@ class Trainer:
             own = agent_metrics(problems, rollouts[k], k, *made[k], answer.value)
             own |= {"capability": capabilities[k], **counted}
             if self.algorithm.shares_rollouts:
-                own |= exchange_metrics(k, self.ids, lessons[k], answer.value, omega_KK)
+                own |= exchange_metrics(k, self.names, lessons[k], answer.value, omega_KK)
             if scores:
                 own |= scores.metrics(k, self.ids)
             metrics |= {f"{self.ids[k]}/{name}": value for name, value in own.items()}
-        self.run.write_step("rollouts", self.step, rollout_lines(self.ids, rollouts, lessons, results))
+        self.run.write_step("rollouts", self.step, rollout_lines(self.names, rollouts, self.ids, lessons, results))
         if self.config.trace:
-            self.run.write_step("trace", self.step, trace_lines(self.ids, lessons, results))
+            self.run.write_step("trace", self.step, trace_lines(self.names, lessons, results))
         return metrics
 
     def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
@@ -154,7 +169,7 @@ class Trainer:
         if self.config.overlap and self.step < self.config.max_steps:
             problems = self.collector.next_problems(self.config.prompts_per_step)
             learned = self.executor.sample_and_learn(
-                problems, self.step + 1, lessons, lambda sampled: self.collector.keep_ahead(problems, sampled)
+                problems, self.step + 1, lessons, lambda sampled: self.collector.keep_ahead(problems, sampled, self.step + 1)
             )
         else:
             learned = self.executor.learn(lessons)
@@ -232,4 +247,5 @@ class Trainer:
             "peak_memory_gib": self.executor.run_peak_memory(),
             "best_step": self.heldout.best_step(),
             "agents": agents,
+            **({"sources": {source.config.id: source.totals for source in self.sources}} if self.sources else {}),
         }
