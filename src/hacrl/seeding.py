@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-SAMPLE, SHUFFLE, EVALUATE, ADAPTER, NUMBER, IMITATE = range(6)
+SAMPLE, SHUFFLE, EVALUATE, ADAPTER, NUMBER, IMITATE, ASK, STORED = range(8)
 
 
 def derive_seed(*parts: int) -> int:

@@ -7,9 +7,10 @@ import pytest
 
 from conftest import MakeConfig
 from hacrl.errors import UserError
+from hacrl.files import mismatch, shape_of
+from hacrl.rollouts.lines import RolloutLine, Use, read_rollouts
 from hacrl.run import train
-from hacrl.training.files import mismatch, shape_of
-from hacrl.training.records import AgentSummary, RolloutLine, Summary, TraceLine, Use, read_rollouts, read_trace
+from hacrl.training.records import AgentSummary, Summary, TraceLine, read_trace
 from hacrl.training.run_dir import RunDir, write_lines
 
 

@@ -100,7 +100,7 @@ class Agent:
             if row not in tokens:
                 return None
             own = rollout.source == self.index
-            said = rollout.logps if own else logps[row].tolist()
+            said = rollout.logps or () if own else logps[row].tolist()
             if not own and rollout.vocabulary == retokenizer.vocabulary:
                 return Reading(said)
             return Reading(said, retokenizer.text_ends(tokens[row], rollout, ends[rollout.prompt_index]))

@@ -263,7 +263,7 @@ class RunConfig(TeamConfig, Settings):
     @property
     def names(self) -> list[str]:
         """All sources of rollouts: the agents, then the others."""
-        return [member.id for member in (*self.agents, *self.sources)]
+        return [agent.id for agent in self.agents] + [source.id for source in self.sources]
 
 
 def check_command(command: str, data: dict[str, Any], where: str) -> None:

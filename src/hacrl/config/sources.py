@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hacrl.config.strict import Count, Label, Length, Options, Positive, Seconds, Strict
+from hacrl.config.strict import Label, Length, Options, Positive, Seconds, Strict
 
 
 class EndpointConfig(Strict):
@@ -84,10 +84,9 @@ class SourceConfig(Strict):
     def _one_kind(self) -> Self:
         if (self.endpoint is None) == (self.rollouts is None):
             raise ValueError("give either endpoint (a server that answers) or rollouts (stored ones)")
-        kind, other, foreign = ("rollouts", "stored rollouts", FOR_STORED)
-        if self.rollouts is not None:
-            kind, other, foreign = ("endpoint", "an endpoint", FOR_ENDPOINTS)
-        for name in foreign:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is for {other}: remove it, or give {kind}")
+        of_other = {"stored rollouts": FOR_STORED} if self.rollouts is None else {"endpoints": FOR_ENDPOINTS}
+        for other, names in of_other.items():
+            for name in names:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is a setting of {other}: remove it")
         return self

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from hacrl import files
 from hacrl.agents.loading import resolve_model
 from hacrl.config import AgentConfig, checked
 from hacrl.config.settings import apply_overrides
@@ -23,13 +24,12 @@ from hacrl.evaluation.answers import Answerer, Judge, answer_line
 from hacrl.evaluation.figures import NO_ROOM, Figure, Line, by_problem_with_votes, figure, summary
 from hacrl.evaluation.options import Options
 from hacrl.evaluation.subjects import agents_of, check_model, is_run
+from hacrl.files import NUMBER, Kind, read_object
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.signs import Activity, doing
 from hacrl.statistics import Array, mean_over_sets
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.verify import Verdict
-from hacrl.training import files
-from hacrl.training.files import NUMBER, Kind, read_object
 from hacrl.training.run_dir import RunDir, make_folder, to_json, write_atomically
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -85,7 +85,7 @@ class Answer(NamedTuple):
     step: int
     """The step in which it was sampled."""
     logp: float
-    """Its log-probability when it was sampled, divided by its number of tokens for this agent."""
+    """Its log-probability when it was sampled, divided by its number of tokens for this agent; NaN: not known."""
     solved: float
     """The share of right ones among the learner's own answers to the prompt."""
 
@@ -99,9 +99,10 @@ class Imitator:
         restarts = options.restart and options.when in ("middle", "end")
         self._start = [weight.detach().to("cpu", copy=True) for weight in learner.weights.weights if restarts]
 
-    def keep(self, row: Row, step: int, logp_sum: float, solved: float) -> None:
-        """Keep a right answer. `logp_sum` is its log-probability under its source."""
-        self.answers.append(Answer(row, step, logp_sum / len(row.completion), solved))
+    def keep(self, row: Row, step: int, logp_sum: float | None, solved: float) -> None:
+        """Keep a right answer. `logp_sum` is its log-probability under its source, if that recorded it."""
+        logp = math.nan if logp_sum is None else logp_sum / len(row.completion)
+        self.answers.append(Answer(row, step, logp, solved))
 
     def imitate(self, step: int, learning_rate: float) -> dict[str, float]:
         """Make supervised updates on the kept answers, and return metrics. `learning_rate` is the agent's."""
@@ -145,7 +146,8 @@ class Imitator:
     def _batches(self, step: int) -> list[list[Row]]:
         """Return the answers of each update, about equally many for each.
 
-        Each pass takes all answers in another order. With `confidence` or `focus`, answers are drawn one by one.
+        Each pass takes all answers in another order. With `confidence` or `focus`, answers are drawn one by one; an
+        answer without log-probabilities is as likely to be drawn as the average of the others.
         """
         answers, count, options = self.answers, len(self.answers), self.options
         added = sum(answer.step == step for answer in answers) if options.when == "step" else count
@@ -153,7 +155,11 @@ class Imitator:
         random = np.random.default_rng((self.seed, IMITATE, step, self.index))
         if options.confidence or options.focus:
             logps = np.array([answer.logp for answer in answers])
-            surety = np.exp(options.confidence * (logps - logps.max()))
+            known = ~np.isnan(logps)
+            surety = np.ones(count)
+            if known.any():
+                surety[known] = np.exp(options.confidence * (logps[known] - logps[known].max()))
+                surety[~known] = surety[known].mean()
             weights = surety * (1 - np.array([answer.solved for answer in answers]) + ALWAYS_SOLVED) ** options.focus
             order = random.choice(count, wanted, p=weights / weights.sum())
         else:

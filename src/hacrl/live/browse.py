@@ -8,9 +8,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from hacrl.errors import CONTROL, UserError, harmless
+from hacrl.files import Line, each_line
+from hacrl.rollouts.lines import ROLLOUT
 from hacrl.tasks.problem import Prompt
-from hacrl.training.files import Line, each_line
-from hacrl.training.records import ROLLOUT
 from hacrl.training.run_dir import RunDir
 
 MAX_CHARACTERS = 2_000

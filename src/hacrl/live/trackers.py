@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 from hacrl.config import RunConfig
 from hacrl.errors import UserError, warn
-from hacrl.training.files import Kind, read_object
+from hacrl.files import Kind, read_object
 from hacrl.training.run_dir import RunDir, write_atomically
 
 Metrics = dict[str, float]

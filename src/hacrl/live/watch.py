@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.text import Text
 
 from hacrl.errors import UserError
+from hacrl.files import parse_lines, read_bytes, read_object
 from hacrl.live.progress import View, duration, wall_seconds
-from hacrl.training.files import parse_lines, read_bytes, read_object
 from hacrl.training.records import METRICS, PROGRESS
 from hacrl.training.run_dir import RunDir
 

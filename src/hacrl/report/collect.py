@@ -18,7 +18,7 @@ from hacrl.config import parse_algorithm
 from hacrl.config.settings import read_source
 from hacrl.config.task import part_label
 from hacrl.errors import UserError
-from hacrl.training.files import mismatch
+from hacrl.files import mismatch
 from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import RunDir
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hacrl.report.collect import rounded, spread
-from hacrl.training.records import RolloutLine, Use, read_rollouts
+from hacrl.rollouts.lines import RolloutLine, Use, read_rollouts
 from hacrl.training.run_dir import RunDir
 
 MAX_TEXT = 20_000

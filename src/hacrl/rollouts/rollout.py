@@ -88,5 +88,5 @@ class Rollout:
             "step": self.step, "prompt_id": self.prompt_id, "source": source_id, "index": self.index,
             "prompt": self.prompt, "text": self.text, "reward": self.reward, "finish_reason": self.finish_reason,
             "num_tokens": self.num_tokens, "logp_sum": self.logp_sum, "policy_version": self.policy_version,
-            **self.verdict,
+            **{name: text for name in ("lead", "opened") if (text := getattr(self, name))}, **self.verdict,
         }  # fmt: skip

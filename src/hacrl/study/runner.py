@@ -16,13 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeE
 from hacrl.config import RunConfig
 from hacrl.config.study import StudyConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
+from hacrl.files import parse_lines, read_bytes
 from hacrl.live.progress import duration
 from hacrl.processes import Child as Process
 from hacrl.processes import how_it_ended
 from hacrl.signs import Activity, doing
 from hacrl.study.grid import Run, Study
 from hacrl.study.results import collect, number, read_gpu_seconds, say, write_results
-from hacrl.training.files import parse_lines, read_bytes
 from hacrl.training.records import METRICS
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
 

@@ -66,12 +66,12 @@ class Example:
 
     @property
     def question(self) -> str:
-        return _question(self.prompt)
+        return question_of(self.prompt)
 
 
 def load_examples(source: str, *, split: str = "train", subset: str | None = None) -> list[Example]:
     """Load all rows of a data set with completions, from the sources that `load_problems` accepts."""
-    examples = [_example(row, place) for place, row in read_rows(source, split, subset, "data")]
+    examples = [example_of(row, place) for place, row in read_rows(source, split, subset, "data")]
     if not examples:
         raise UserError(f"{source} is empty: it needs at least one row with a prompt and a completion.")
     return examples
@@ -79,8 +79,8 @@ def load_examples(source: str, *, split: str = "train", subset: str | None = Non
 
 def overlap(train: Iterable[Problem], evaluation: Iterable[Problem]) -> int:
     """Number of evaluation problems whose question is also in training, whatever their system prompts."""
-    asked = {_question(problem.prompt) for problem in train}
-    return sum(_question(problem.prompt) in asked for problem in evaluation)
+    asked = {question_of(problem.prompt) for problem in train}
+    return sum(question_of(problem.prompt) in asked for problem in evaluation)
 
 
 class Epochs(Generic[Item]):
@@ -237,7 +237,7 @@ def valid_text(text: str, place: str, what: str = "prompt") -> str:
     return text
 
 
-def _example(row: Row, place: str) -> Example:
+def example_of(row: Row, place: str) -> Example:
     """The example in a row: its prompt and completion, or its messages with the last turn as the completion."""
     conversation = row.get("messages")
     if "completion" not in row and isinstance(conversation, list):
@@ -302,7 +302,7 @@ def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:
     return f"{place} has no {what}: it has the columns {', '.join(row) or '(none)'}. {advice}"
 
 
-def _question(prompt: Prompt) -> str:
+def question_of(prompt: Prompt) -> str:
     """The user's question in a prompt, with normalised white space."""
     if not isinstance(prompt, str):
         prompt = "\n".join(message["content"] for message in prompt if message["role"] == "user")

@@ -16,13 +16,14 @@ from hacrl.sources.archive import Archive
 from hacrl.sources.outside import Given, OutsideSource
 from hacrl.tasks.problem import Problem
 
+
 @contextmanager
 def prepared(config: RunConfig, problems: Sequence[Problem]) -> Iterator[tuple[list[OutsideSource], list[str]]]:
     """The sources of a config after a check that they can be used, and remarks; `problems` are some of the task's."""
     sources: list[OutsideSource] = []
     for index, own in enumerate(config.sources, start=len(config.agents)):
         if own.rollouts is not None:
-            sources.append(Archive(own, index, config.seed))
+            sources.append(Archive(own, index, config.seed, config.max_completion_length))
         else:
             from hacrl.sources.endpoint import Endpoint  # needs the package openai
 

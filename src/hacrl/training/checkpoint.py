@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hacrl.errors import UserError, system_error, warn
+from hacrl.files import Kind, read_object
 from hacrl.signs import doing
-from hacrl.training.files import Kind, read_object
 
 MARKER = "COMPLETE"
 PREFIX = "checkpoint-"

@@ -10,9 +10,9 @@ from typing import Any
 from hacrl.config import RunConfig
 from hacrl.execution.executor import Executor, Timed
 from hacrl.rollouts.rollout import Rollout
+from hacrl.sources.outside import OutsideSource
 from hacrl.tasks import Task
 from hacrl.tasks.problem import Problem
-from hacrl.sources.outside import OutsideSource
 from hacrl.training.accounting import Accounts
 from hacrl.training.asking import Asked, Asking
 from hacrl.training.watcher import Watcher

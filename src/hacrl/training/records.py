@@ -10,54 +10,12 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 import numpy as np
 
+from hacrl.files import LINE_ADVICE, NUMBER, Kind, Line, Number, read_lines, read_object, shape_of
+from hacrl.rollouts.lines import Use
 from hacrl.rollouts.rollout import Rollout
-from hacrl.training.files import NUMBER, Kind, Line, read_lines, read_object, shape_of
 
 if TYPE_CHECKING:  # commands that only read files need not wait for transformers
     from hacrl.learners.lesson import LearnResult, Lesson
-
-Number = float | None
-"""A number; None stands for one that is not finite or not known."""
-
-
-class Message(TypedDict):
-    """A message of a chat prompt."""
-
-    role: str
-    content: object
-
-
-class Use(TypedDict, total=False):
-    """How a learner used a rollout: why it was dropped; or its advantage and, if that is not 0, the figures of
-    the first update that used it."""
-
-    dropped: str
-    advantage: Number
-    ratio: Number
-    lower: Number
-    upper: Number
-    kept: bool
-    weight: Number
-
-
-class RolloutLine(TypedDict):
-    """A line of rollouts/step-*.jsonl. Earlier versions wrote fewer fields."""
-
-    source: str
-    prompt: str | list[Message]
-    text: str
-    step: NotRequired[int]
-    prompt_id: NotRequired[str]
-    index: NotRequired[int]
-    reward: NotRequired[Number]
-    finish_reason: NotRequired[str]
-    num_tokens: NotRequired[int]
-    logp_sum: NotRequired[Number]
-    policy_version: NotRequired[int]
-    reward_parts: NotRequired[dict[str, Number]]
-    problem: NotRequired[str]
-    detail: NotRequired[str | None]
-    learners: NotRequired[dict[str, Use]]
 
 
 class TraceLine(TypedDict):
@@ -155,21 +113,14 @@ class ProgressState(TypedDict):
     warning: str | None
 
 
-LINE_ADVICE = "Fix or delete that line."
 METRICS = Kind("a line of metrics", {"step": int, "*": NUMBER}, LINE_ADVICE, grows=True)
 """A line of metrics.jsonl: the step, and numbers by name."""
-ROLLOUT = Kind("a rollout", shape_of(RolloutLine), LINE_ADVICE)
 TRACE = Kind("a line of a trace", shape_of(TraceLine), LINE_ADVICE)
 SUMMARY = Kind("the summary of a run", shape_of(Summary), "Delete the file: continuing with --resume writes it again.")
 STUDY = Kind("the results of a study", shape_of(StudyResults), "Delete the file: `hacrl study` writes it again.")
 PROGRESS = Kind(
     "the progress of a run", shape_of(ProgressState), "Delete the file: a run that goes on writes it again."
 )
-
-
-def read_rollouts(path: Path) -> list[RolloutLine]:
-    """The rollouts of a step."""
-    return cast(list[RolloutLine], read_lines(path, ROLLOUT))
 
 
 def read_trace(path: Path) -> list[TraceLine]:
@@ -233,7 +184,9 @@ def teaching(records: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[records["advantage"] != 0] for name, column in records.items()}
 
 
-def trace_lines(sources: Sequence[str], lessons: Sequence["Lesson"], results: Sequence["LearnResult"]) -> Iterator[Line]:
+def trace_lines(
+    sources: Sequence[str], lessons: Sequence["Lesson"], results: Sequence["LearnResult"]
+) -> Iterator[Line]:
     """One line for every rollout that a learner used in each update. The first of the sources are the learners."""
     for learner, lesson, result in zip(sources, lessons, results, strict=False):
         columns = {name: column.tolist() for name, column in result.records.items() if name != "mean_weight"}

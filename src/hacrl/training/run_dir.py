@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from hacrl.config import RunConfig
 from hacrl.config.settings import read_source
 from hacrl.errors import UserError, warn
-from hacrl.training.files import Kind, Line, each_line, read_lines, read_object
-from hacrl.training.records import LINE_ADVICE, METRICS, SUMMARY
+from hacrl.files import LINE_ADVICE, Kind, Line, each_line, read_lines, read_object
+from hacrl.training.records import METRICS, SUMMARY
 
 STEP_FILE = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.jsonl")
 UNBEGUN = {".lock", ".config.yaml.partial", ".warmup.yaml.partial"}

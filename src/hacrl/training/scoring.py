@@ -50,7 +50,7 @@ def scores_of(
     scores = Scores([], [{} for _ in agents], [0 for _ in agents], [answer.seconds for answer in timed])
     for k, own in enumerate(rollouts):
         readings = {j: list(islice(answers[j], len(own))) for j in asked[k]}
-        own_readings = readings.pop(k, [Reading(rollout.logps) for rollout in own])
+        own_readings = readings.pop(k, [Reading(rollout.logps or ()) for rollout in own])
         added = []
         for row, reading in enumerate(own_readings):
             assert reading is not None

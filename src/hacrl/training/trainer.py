@@ -169,7 +169,10 @@ class Trainer:
         if self.config.overlap and self.step < self.config.max_steps:
             problems = self.collector.next_problems(self.config.prompts_per_step)
             learned = self.executor.sample_and_learn(
-                problems, self.step + 1, lessons, lambda sampled: self.collector.keep_ahead(problems, sampled, self.step + 1)
+                problems,
+                self.step + 1,
+                lessons,
+                lambda sampled: self.collector.keep_ahead(problems, sampled, self.step + 1),
             )
         else:
             learned = self.executor.learn(lessons)

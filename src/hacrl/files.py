@@ -17,6 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 from hacrl.errors import UserError
 
 Line = dict[str, Any]
+Number = float | None
+"""A number; None stands for one that is not finite or not known."""
+LINE_ADVICE = "Fix or delete that line."
 Shape = Any
 """What a value must be: a type, a tuple of alternative shapes, [shape of each item], or {key: shape} for an
 object, where `key?` may be missing and `*` stands for all other keys."""
