@@ -171,7 +171,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         resolve_model(agent.model, f"agents.{agent.id}.model")
         refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
     task, remarks = build_task(config.task, config.seed)
-    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
+    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
     remarks += [sentence for sentence in told if sentence]
     first = task.train(0, config.prompts_per_step)
     with (

@@ -156,7 +156,8 @@ def test_lost_rollouts_by_reason() -> None:
     line = {"a/unverified": 5, "a/verifier_errors": 1, "a/verifier_timeouts": 2, "a/dropped": 1, "a/dropped/special": 1,
             "b/from_a/dropped": 4, "b/from_a/dropped/too_long": 3, "b/from_a/dropped/changed": 1}  # fmt: skip
     found = {
-        (row["learner"], row["source"], row["reason"]): row["count"] for row in collect.lost(("a", "b"), [line, line])
+        (row["learner"], row["source"], row["reason"]): row["count"]
+        for row in collect.lost(("a", "b"), ("a", "b"), [line, line])
     }
     assert found == {
         ("", "a", "the verifier failed"): 2,

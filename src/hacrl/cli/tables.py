@@ -66,7 +66,7 @@ def print_plan(console: Console, config: RunConfig, gpu: str | None = None) -> N
     memories = Memories(gpu)
     console.print(Text(config.to_yaml()), soft_wrap=True)
     print_costs(console, *memories.plan(config))
-    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.agents)).decision
+    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
     for remark in filter(None, (*remarks, *told)):
         console.print(Text(f"note {remark}"), soft_wrap=True)
     if problem is not None:
@@ -116,6 +116,13 @@ def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]
             memory += f"; {row.host_memory:.2f} in the computer's memory"
         console.print(Text(memory), soft_wrap=True)
     console.print(times)
+    for source in config.sources:
+        asked = config.prompts_per_step * source.num_generations
+        what = "requests" if source.endpoint else "stored rollouts"
+        when = " for prompts that no agent solves" if source.when == "hard" else ""
+        limit = source.budget.requests or config.max_steps * asked
+        most = f", {min(limit, config.max_steps * asked):,} in all" if source.endpoint else ""
+        console.print(Text(f"{source.id}: at most {asked:,} {what} a step{when}{most}."), soft_wrap=True)
     seconds = step_seconds(config, plans)
     imitation = "" if config.algorithm.imitation.when == "never" else "imitation, "
     console.print(

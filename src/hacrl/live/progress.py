@@ -43,7 +43,7 @@ class View:
 
     def __init__(self, config: RunConfig, title: str | None = None) -> None:
         self.config = config
-        explanation = config.algorithm.explain(len(config.agents))
+        explanation = config.algorithm.explain(len(config.names))
         self.leaves_out = explanation.leaves_out is not None or explanation == Explanation()
         """Whether `kept` is shown: it is always 1 where the algorithm says that it leaves out no foreign rollouts."""
         self.title = title or f"{config.algorithm.name} · {config.output_dir}"
@@ -132,7 +132,7 @@ class View:
             "accuracy": "–" if first is None else f"{fit(first, 5, 3)} → {fit(latest, 5, 3)}",
             "length": cell("length", 1, "completions/mean_length"),
         }
-        others = [other.id for other in self.config.agents if other.id != agent]
+        others = [source for source in self.config.names if source != agent]
         if self.config.algorithm.shares_rollouts and others:
             cells["s"] = cell("s", 2, *(f"from_{other}/ratio_mean" for other in others))
             if self.leaves_out:

@@ -63,25 +63,28 @@ def run_data(path: Path, points: int = RUN_POINTS) -> Data:
     agents = [agent for agent in config.get("agents") or [] if isinstance(agent, dict) and "id" in agent]
     models = {str(agent["id"]): str(agent.get("model", "")) for agent in agents}
     ids = list(models)
+    outside = [str(source["id"]) for source in config.get("sources") or [] if isinstance(source, dict)]
+    names = [*ids, *outside]
     steps = [line for line in lines if line["step"] > 0]
     told = [agent_data(agent, models[agent], lines, summary) for agent in ids]
     return {
         "name": path.resolve().name,
         "algorithm": name,
         "shares": known is None or known.shares_rollouts,
-        "explanation": explanation_of(config["algorithm"], len(ids)),
+        "explanation": explanation_of(config["algorithm"], len(names)),
         "task": describe_task(config.get("task")),
         "seed": number(config.get("seed")),
         "max_steps": number(config.get("max_steps")),
         "finished": bool(summary),
         "config": run.config_file.read_text(encoding="utf-8", errors="replace"),
         "agents": told,
+        "sources": [*told, *(source_data(source, lines) for source in outside)],
         "totals": totals(told, lines, summary),
         "evals": evaluations(ids, lines),
-        "series": thin(step_series(ids, steps, bool(config.get("overlap"))), points),
+        "series": thin(step_series(ids, names, steps, bool(config.get("overlap"))), points),
         "merged": math.ceil(len(steps) / points) if steps else 1,
-        "mass": {learner: {source: mass(learner, source, steps) for source in ids} for learner in ids},
-        "lost": lost(ids, steps),
+        "mass": {learner: {source: mass(learner, source, steps) for source in names} for learner in ids},
+        "lost": lost(ids, names, steps),
     }
 
 
@@ -155,6 +158,19 @@ def agent_data(agent: str, model: str, lines: Sequence[Data], summary: Data) -> 
     return {"id": agent, "model": model, "best": best[1], "best_step": best[0], "start": start, "final": final, **told}
 
 
+def source_data(source: str, lines: Sequence[Data]) -> Data:
+    """What a source gave that is no agent, over the whole run."""
+    counts = ("prompts", "rollouts", "without_logps", "requests", "failed", "late", "prompt_tokens", "answer_tokens")
+    found: Data = {name: added(column(lines, f"{source}/{name}")) for name in counts}
+    means = {"reward": ("reward", "rollouts"), "latency": ("time/latency", "requests"), "joined": ("joined", "prompts")}
+    for name, (metric, weight) in means.items():
+        pairs = zip(column(lines, f"{source}/{metric}"), column(lines, f"{source}/{weight}"), strict=True)
+        known = [(value, count) for value, count in pairs if value is not None and count]
+        total = sum(count for _, count in known)
+        found[name] = sum(value * count for value, count in known) / total if total else None
+    return {"id": source, **found}
+
+
 def totals(agents: Sequence[Data], lines: Sequence[Data], summary: Data) -> Data:
     """What the whole run cost, by the summary if there is one."""
     found: Data = {
@@ -203,13 +219,15 @@ def evaluations(ids: Sequence[str], lines: Sequence[Data]) -> Data:
     return found
 
 
-def step_series(ids: Sequence[str], steps: Sequence[Data], overlap: bool) -> dict[str, list[float | None]]:
+def step_series(
+    ids: Sequence[str], sources: Sequence[str], steps: Sequence[Data], overlap: bool
+) -> dict[str, list[float | None]]:
     """The curves of a run, a value for each step; those without any value are left out."""
-    names = [*AGENT_SERIES, *(f"from_{source}/{name}" for source in ids for name in PAIR_SERIES)]
+    names = [*AGENT_SERIES, *(f"from_{source}/{name}" for source in sources for name in PAIR_SERIES)]
     series: dict[str, list[float | None]] = {"step": column(steps, "step"), "elapsed": [*elapsed(steps)]}
     series |= {f"{agent}/{name}": column(steps, f"{agent}/{name}") for agent in ids for name in names}
     series |= {f"phase/{name}": [*values] for name, values in phase_seconds(ids, steps, overlap).items()}
-    series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, steps).items()}
+    series |= {f"lost/{reason}": [*values] for reason, values in lost_by_step(ids, sources, steps).items()}
     return {name: values for name, values in series.items() if any(value is not None for value in values)}
 
 
@@ -233,10 +251,10 @@ def phase_seconds(ids: Sequence[str], steps: Sequence[Data], overlap: bool = Fal
     return {phase: seconds[phase] for phase in ("sampling", "verifying", "learning", "evaluating", "other")}
 
 
-def lost_in(line: Data, ids: Sequence[str]) -> Counter[tuple[str, str, str]]:
+def lost_in(line: Data, ids: Sequence[str], sources: Sequence[str]) -> Counter[tuple[str, str, str]]:
     """(learner or "", source, reason) of the rollouts of a step that could not be used, with their number."""
     found: Counter[tuple[str, str, str]] = Counter()
-    for source in ids:
+    for source in sources:
         open_ones = int(line.get(f"{source}/unverified") or 0)
         for name, reason in REASONS.items():
             count = int(line.get(f"{source}/{name}") or 0)
@@ -244,7 +262,7 @@ def lost_in(line: Data, ids: Sequence[str]) -> Counter[tuple[str, str, str]]:
             open_ones -= count
         found["", source, "no verdict"] += open_ones
     for learner in ids:
-        for source in ids:
+        for source in sources:
             place = f"{learner}/dropped/" if learner == source else f"{learner}/from_{source}/dropped/"
             for name in line:
                 if name.startswith(place):
@@ -252,20 +270,20 @@ def lost_in(line: Data, ids: Sequence[str]) -> Counter[tuple[str, str, str]]:
     return +found
 
 
-def lost(ids: Sequence[str], steps: Sequence[Data]) -> list[Data]:
+def lost(ids: Sequence[str], sources: Sequence[str], steps: Sequence[Data]) -> list[Data]:
     """Rollouts of the whole run that nobody, or one learner, could use: by source and reason."""
     found: Counter[tuple[str, str, str]] = Counter()
     for line in steps:
-        found += lost_in(line, ids)
+        found += lost_in(line, ids, sources)
     names = ("learner", "source", "reason")
     return [{**dict(zip(names, key, strict=True)), "count": count} for key, count in found.most_common()]
 
 
-def lost_by_step(ids: Sequence[str], steps: Sequence[Data]) -> dict[str, list[float]]:
+def lost_by_step(ids: Sequence[str], sources: Sequence[str], steps: Sequence[Data]) -> dict[str, list[float]]:
     """Rollouts that could not be used, by reason, a number for each step."""
     series: dict[str, list[float]] = {}
     for i, line in enumerate(steps):
-        for (learner, _, reason), count in lost_in(line, ids).items():
+        for (learner, _, reason), count in lost_in(line, ids, sources).items():
             kind = ("dropped: " if learner else "unverified: ") + reason
             series.setdefault(kind, [0.0] * len(steps))[i] += count
     return dict(sorted(series.items()))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hacrl.config.settings import read_source
 from hacrl.config.sources import SourceConfig
@@ -17,7 +17,7 @@ from hacrl.rollouts.rollout import FinishReason, Rollout
 from hacrl.seeding import STORED, permutation
 from hacrl.sources.outside import Given, OutsideSource
 from hacrl.tasks.dataset import example_of, question_of, read_rows
-from hacrl.tasks.problem import Problem, text_number
+from hacrl.tasks.problem import Problem, Prompt, text_number
 
 BYTES_PER_TOKEN = 4
 """Stored text without a number of tokens counts as one token for so many bytes."""
@@ -119,7 +119,9 @@ class Archive(OutsideSource):
         for file in files:
             for line in read_rollouts(file):
                 if self.config.agents is None or line["source"] in self.config.agents:
-                    yield stored(line, question_of(line["prompt"]), line["text"], bool(stops.get(line["source"])))
+                    yield stored(
+                        line, question_of(cast(Prompt, line["prompt"])), line["text"], bool(stops.get(line["source"]))
+                    )
 
     def _of_data(self, path: Path) -> Iterator[Stored]:
         """The rows of a file or a hub id, with the columns prompt and completion."""

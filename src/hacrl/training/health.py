@@ -1,11 +1,10 @@
 """Warnings when agents learn nothing, alone or from each other, or seem to harm each other, judged by the metrics."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
-from hacrl.algorithms import Algorithm
 from hacrl.config import AgentConfig, RunConfig
 
 WINDOW = 10
@@ -38,9 +37,8 @@ class Health:
     """Looks at the metrics of each step and warns once for each agent and kind of trouble."""
 
     def __init__(self, config: RunConfig) -> None:
-        ids = [agent.id for agent in config.agents]
         self._checks: list[CollaborationCheck | LearningCheck] = [
-            CollaborationCheck(ids, config.algorithm),
+            CollaborationCheck(config),
             LearningCheck(config),
         ]
         self._told: set[tuple[str, str]] = set()
@@ -132,16 +130,18 @@ class LearningCheck:
     def _dropped_by(self, learner: AgentConfig) -> Counter[tuple[str, str]]:
         """How many rollouts of each source a learner dropped for each reason."""
         counts: Counter[tuple[str, str]] = Counter()
-        for source in self.config.agents:
-            place = learner.id if source == learner else f"{learner.id}/from_{source.id}"
+        for source in self.config.names:
+            place = learner.id if source == learner.id else f"{learner.id}/from_{source}"
             for reason in REMEDIES:
-                counts[source.id, reason] += int(sum(self._known(f"{place}/dropped/{reason}")))
+                counts[source, reason] += int(sum(self._known(f"{place}/dropped/{reason}")))
         return +counts
 
     def _dropped_share(self, learner: AgentConfig) -> float:
         """Rollouts that a learner dropped as a share of those of others."""
         others = sum(other.num_generations for other in self.config.agents if other.id != learner.id)
-        return self._dropped_by(learner).total() / max(others * self.config.prompts_per_step * len(self.recent), 1)
+        given = sum(sum(self._known(f"{source.id}/rollouts")) for source in self.config.sources)
+        given += others * self.config.prompts_per_step * len(self.recent)
+        return self._dropped_by(learner).total() / max(given, 1)
 
     def _why(self, learner: AgentConfig) -> str:
         """How many rollouts a learner dropped for which reason; and what to do about it, if they are not few."""
@@ -158,9 +158,9 @@ class LearningCheck:
 class CollaborationCheck:
     """Looks for agents that learn nothing from each other, or whose gradients are opposed."""
 
-    def __init__(self, agents: Sequence[str], algorithm: Algorithm) -> None:
-        self.agents, self.algorithm = agents, algorithm
-        self.explanation = algorithm.explain(len(agents))
+    def __init__(self, config: RunConfig) -> None:
+        self.agents, self.sources = config.names[: len(config.agents)], config.names
+        self.algorithm, self.explanation = config.algorithm, config.algorithm.explain(len(config.names))
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
 
     def troubles(self) -> list[Trouble]:
@@ -170,14 +170,14 @@ class CollaborationCheck:
 
     def _idle(self, learner: str) -> str | None:
         """Return a warning if every step had rollouts of others to learn from, and none of them was used."""
-        prefixes = [f"{learner}/from_{source}" for source in self.agents if source != learner]
+        prefixes = [f"{learner}/from_{source}" for source in self.sources if source != learner]
         for metrics in self.recent:
             kept = [metrics[f"{prefix}/kept"] for prefix in prefixes if f"{prefix}/kept" in metrics]
             dropped = sum(metrics.get(f"{prefix}/dropped", 0) for prefix in prefixes)
             if any(kept) or not (kept or dropped):
                 return None
         last, reasons, why, advice = self.recent[-1], [], "", ""
-        for source, prefix in zip((s for s in self.agents if s != learner), prefixes, strict=True):
+        for source, prefix in zip((s for s in self.sources if s != learner), prefixes, strict=True):
             if f"{prefix}/kept" in last:
                 reason = f"{source}: mean s {last[f'{prefix}/ratio_mean']:.2f}"
                 if self.explanation.band:

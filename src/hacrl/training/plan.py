@@ -217,7 +217,7 @@ def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained
 
 def optimizer_bytes(config: RunConfig, agent: AgentConfig, trained: int) -> int:
     """Bytes of float32 gradients, of Adam's two moments, and of float32 weights if the model's are separate."""
-    splits_gradient = config.algorithm.shares_rollouts and len(config.agents) > 1  # keeps the own part of the gradient
+    splits_gradient = config.algorithm.shares_rollouts and len(config.names) > 1  # keeps the own part of the gradient
     moments = 2 * (1 if agent.optimizer == "adamw_8bit" else 4)
     return trained * (4 * (1 + splits_gradient + has_master_weights(agent)) + moments) // agent.fsdp
 

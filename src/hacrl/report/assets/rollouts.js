@@ -53,7 +53,7 @@ function renderRollouts(parent, run, index, packed, maxMb) {
   const option = (value, text = value) => el("option", { value }, String(text));
   const stepField = el("select", { name: "step" }, option("all", "all steps"), packed.steps.map((step) => option(step)));
   stepField.value = String(packed.steps.at(-1));
-  const agentField = el("select", { name: "agent" }, option("", "all agents"), run.agents.map((agent) => option(agent.id)));
+  const agentField = el("select", { name: "agent" }, option("", "all sources"), run.sources.map((source) => option(source.id)));
   const rewardField = el("select", { name: "reward" }, [["any", "any"], ["right", "right (above 0)"], ["wrong", "wrong (0 or below)"], ["unverified", "unverified"], ["range", "between …"]].map(([value, text]) => option(value, text)));
   const lowField = el("input", { type: "number", name: "low", step: "any", value: "0" });
   const highField = el("input", { type: "number", name: "high", step: "any", value: "1" });
@@ -68,7 +68,7 @@ function renderRollouts(parent, run, index, packed, maxMb) {
   place.append(filters, el("div", { class: "pager" }, back, forth, position), view);
 
   let matches = [], at = 0, searching = 0, busy = false;
-  const agents = () => (agentField.value ? [agentField.value] : run.agents.map((agent) => agent.id));
+  const agents = () => (agentField.value ? [agentField.value] : run.sources.map((source) => source.id));
 
   function fits(answer) {
     if (agentField.value && answer.source !== agentField.value) return false;
@@ -143,13 +143,13 @@ function renderRollouts(parent, run, index, packed, maxMb) {
 
 function renderGroup(run, group, agents, fits, search) {
   const prompt = el("div", { class: "prompt" }, el("p", { class: "eyebrow" }, "Prompt"), modelText(group.text, search), cutNote(group.cut));
-  const index = (id) => run.agents.findIndex((agent) => agent.id === id);
+  const index = (id) => run.sources.findIndex((source) => source.id === id);
   const columns = agents.map((id) => {
     const answers = group.answers.filter((answer) => answer.source === id);
     const right = answers.filter((answer) => REWARDS.right(answer.reward)).length;
     return el("div", { class: "column", vars: { "--own": `var(${agentColour(index(id))})` } },
       el("h3", {}, agentName(id, index(id), "wraps"), el("small", {}, `${right} of ${answers.length} right`)),
-      answers.length ? answers.map((answer) => renderAnswer(run, answer, fits(answer), search)) : empty("This agent has no rollout for this prompt."));
+      answers.length ? answers.map((answer) => renderAnswer(run, answer, fits(answer), search)) : empty("No rollout for this prompt."));
   });
   return [prompt, el("div", { class: "columns", vars: { "--count": String(columns.length) } }, columns)];
 }

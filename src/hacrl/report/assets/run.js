@@ -9,10 +9,10 @@ function timeUnit(seconds) {
   return most < 180 ? [1, "seconds of training"] : most < 3 * 3600 ? [60, "minutes of training"] : [3600, "hours of training"];
 }
 
-const others = (run, learner) => run.agents.map((agent, j) => ({ ...agent, index: j })).filter((agent) => agent.id !== learner.id);
+const others = (run, learner) => run.sources.map((source, j) => ({ ...source, index: j })).filter((source) => source.id !== learner.id);
 
 function whyNothingIsShown(run) {
-  if (run.agents.length < 2) return "This run has one agent: nothing is shared.";
+  if (run.sources.length < 2) return "This run has one agent: nothing is shared.";
   if (!run.shares) return `Under ${run.algorithm} others' rollouts have no term in what an agent maximises: there is no ratio or weight to show.`;
   if (!run.series.step) return "No step has been logged yet.";
   return null;
@@ -72,7 +72,17 @@ function renderResult(parent, run) {
   rows.push({ class: "total", cells: ["in all", "", "", known(run.totals.best_step) ? `step ${run.totals.best_step}` : "", ...costs(run.totals), { text: duration(run.totals.seconds), class: "" }, "", fixed(run.totals.peak_memory_gib, 2)] });
   place.append(table(head, rows, { className: "costs" }));
   place.append(el("p", { class: "small" }, "Sampling and learning are seconds of each agent; agents may work at the same time. In all: the whole time of the run."));
+  renderSources(place, run);
   renderDecisions(place, [run]);
+}
+
+// What the sources gave that are no agents, and what that cost.
+function renderSources(place, run) {
+  const given = run.sources.slice(run.agents.length);
+  if (!given.length) return;
+  const head = ["source", "rollouts", "mean reward", "prompts asked", "with an answer in store", "without log-probs", "requests", "failed", "late", "prompt tokens", "answer tokens", "latency"];
+  const rows = given.map((source, j) => [agentName(source.id, run.agents.length + j), count(source.rollouts), fixed(source.reward), count(source.prompts), known(source.joined) ? percent(source.joined) : NONE, count(source.without_logps), count(source.requests), count(source.failed), count(source.late), count(source.prompt_tokens), count(source.answer_tokens), known(source.latency) ? duration(source.latency) : NONE]);
+  place.append(table(head, rows, { caption: "Sources that are no agents" }));
 }
 
 // What is our choice in the algorithms of these runs, each said once.
@@ -237,12 +247,12 @@ function renderKept(parent, run) {
   run.agents.forEach((learner, k) => {
     const lines = others(run, learner).flatMap((source) => shown.flatMap(([metric, word, dash]) => {
       const y = run.series[`${learner.id}/from_${source.id}/${metric}`];
-      const many = run.agents.length > 2;
+      const many = run.sources.length > 2;
       const name = many ? `${source.id}${word === shown[0][1] ? "" : ", wrong"}` : word;
       return y ? [{ name, x: run.series.step, y: smooth(y), raw: many ? null : y, colour: agentColour(source.index), dash, labelled: !many || word === shown[0][1], weight: word === "right" ? 2.2 : 1.4 }] : [];
     }));
     addFigure(grid, {
-      title: el("span", {}, agentName(learner.id, k, "wraps"), " keeps of ", run.agents.length > 2 ? "the others" : agentName(others(run, learner)[0].id, others(run, learner)[0].index, "wraps")),
+      title: el("span", {}, agentName(learner.id, k, "wraps"), " keeps of ", run.sources.length > 2 ? "the others" : agentName(others(run, learner)[0].id, others(run, learner)[0].index, "wraps")),
       read: "At 100% all of them teach the learner, at 0% none does.",
       blank: !lines.length ? "No foreign rollout with an advantage was logged." : always(lines.map((line) => line.y), 1) ? "All of them were kept." : null,
       build: lineChart({ lines, xTitle: "step", range: [-0.03, 1.03], format: ".0%" }),
@@ -256,26 +266,26 @@ function renderMatrix(parent, run) {
   const place = section(parent, "sources", "Who learned from whom", "The share of each source in what a learner maximises: the sum of |weight × advantage| of the rollouts that were kept, each as it counts in its mean.");
   const reason = whyNothingIsShown(run);
   if (reason) { place.append(empty(reason)); return; }
-  const whole = run.agents.map((learner) => run.agents.reduce((sum, source) => sum + (run.mass[learner.id][source.id] || 0), 0));
+  const whole = run.agents.map((learner) => run.sources.reduce((sum, source) => sum + (run.mass[learner.id][source.id] || 0), 0));
   if (!whole.some((sum) => sum > 0)) { place.append(empty("No gradient mass was logged: no rollout had an advantage and was kept.")); return; }
-  const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": run.agents.length > 2 ? "400px" : "320px" } }));
-  grid.append(el("figure", { class: run.agents.length > 2 ? "whole" : null }, el("figcaption", {}, el("h3", {}, "Over the whole run"),
+  const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": run.sources.length > 2 ? "400px" : "320px" } }));
+  grid.append(el("figure", { class: run.sources.length > 2 ? "whole" : null }, el("figcaption", {}, el("h3", {}, "Over the whole run"),
     el("p", { class: "read" }, "Read along a row: where a learner's lessons came from. The diagonal is what it learned from itself; a row with nothing beside it has not used the others.")),
     el("div", { class: "scroll" }, el("table", { class: "matrix" },
       el("caption", { class: "hidden" }, "Share of each source in the gradient mass of each learner"),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "learner ↓", el("br"), "source →"), run.agents.map((source, j) => el("th", { scope: "col" }, agentName(source.id, j))))),
-      el("tbody", {}, run.agents.map((learner, k) => el("tr", {}, el("th", { scope: "row" }, agentName(learner.id, k)), run.agents.map((source, j) => {
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "learner ↓", el("br"), "source →"), run.sources.map((source, j) => el("th", { scope: "col" }, agentName(source.id, j))))),
+      el("tbody", {}, run.agents.map((learner, k) => el("tr", {}, el("th", { scope: "row" }, agentName(learner.id, k)), run.sources.map((source, j) => {
         const share = whole[k] ? (run.mass[learner.id][source.id] || 0) / whole[k] : null;
         return el("td", { class: j === k ? "self" : null, vars: { "--own": `var(${agentColour(j)})`, "--share": String(share || 0) } }, percent(share));
       }))))))));
   run.agents.forEach((learner, k) => {
-    const masses = run.agents.map((source) => smooth(run.series[source.id === learner.id ? `${learner.id}/gradient_mass` : `${learner.id}/from_${source.id}/gradient_mass`] || run.series.step.map(() => 0)));
+    const masses = run.sources.map((source) => smooth(run.series[source.id === learner.id ? `${learner.id}/gradient_mass` : `${learner.id}/from_${source.id}/gradient_mass`] || run.series.step.map(() => 0)));
     if (always(masses.filter((_, j) => j !== k), 0)) {
       grid.append(el("figure", {}, empty(`${learner.id} used no rollout of others.`)));
       return;
     }
     const sum = sums(masses);
-    const parts = run.agents.map((source, j) => ({ name: source.id, x: run.series.step, colour: agentColour(j), y: masses[j].map((mass, i) => (sum[i] ? (mass || 0) / sum[i] : 0)) }));
+    const parts = run.sources.map((source, j) => ({ name: source.id, x: run.series.step, colour: agentColour(j), y: masses[j].map((mass, i) => (sum[i] ? (mass || 0) / sum[i] : 0)) }));
     addFigure(grid, {
       title: el("span", {}, "Sources of ", agentName(learner.id, k, "wraps"), " over time"),
       read: "The part of a source shrinks when fewer of its rollouts are kept, when they count for less, or when another part grows.",
@@ -324,8 +334,8 @@ function renderLost(parent, run) {
   const place = section(parent, "lost", "Rollouts that were lost", "Unverified: the verifier gave no reward, so nobody could use the rollout. Dropped: one learner could not read it in its own tokens. Few is good; many deserve a look at the reasons.");
   if (!run.series.step) { place.append(empty("No step has been logged yet.")); return; }
   if (!run.lost.length) { place.append(empty("None: every rollout was verified, and every learner could use all it was given.")); return; }
-  const index = (id) => run.agents.findIndex((agent) => agent.id === id);
-  const sampled = (id) => run.agents[index(id)]?.rollouts;
+  const index = (id) => run.sources.findIndex((source) => source.id === id);
+  const sampled = (id) => run.sources[index(id)]?.rollouts;
   const rows = run.lost.map((loss) => [
     agentName(loss.source, index(loss.source)), loss.learner ? agentName(loss.learner, index(loss.learner)) : "everybody",
     `${loss.learner ? "dropped" : "unverified"}: ${loss.reason.replaceAll("_", " ")}`, count(loss.count),
