@@ -39,6 +39,7 @@ from hacrl.training.watcher import Watcher
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
     *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length", "reward_memory_gib"),
+    *("url", "api_key_env", "timeout", "max_retries", "max_requests", "step_timeout", "budget"),
 }
 """Settings that may change when a run is continued. Any other change would make it another run."""
 
@@ -276,6 +277,9 @@ def resumed_config(run_dir: str | Path, overrides: list[str]) -> RunConfig:
             agent, (setting, *parts) = find_item(whole["agents"], [*parts, ""], key)  # "": nothing follows the id
         if setting == "task" and parts:
             setting = parts[-1]
+        if setting == "sources" and parts:
+            _, names = find_item(whole["sources"], parts, key)
+            setting = next((name for name in names if name in RESUMABLE_CHANGES), setting)
         if setting not in RESUMABLE_CHANGES:
             raise UserError(
                 f"{key} cannot be changed when a run is continued; only {', '.join(sorted(RESUMABLE_CHANGES))} can. "

@@ -206,7 +206,9 @@ def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()
     def settings(config: BaseModel) -> dict[str, Any]:
         data = config.model_dump(mode="json")
         task = data.get("task") or {}
-        for section in (data, task, *data.get("agents", []), *task.get("mixture", [])):
+        sources = data.get("sources", [])
+        endpoints = [source["endpoint"] or {} for source in sources]
+        for section in (data, task, *data.get("agents", []), *task.get("mixture", []), *sources, *endpoints):
             for name in aside & section.keys():
                 del section[name]
         return data
