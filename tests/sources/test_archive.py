@@ -334,3 +334,13 @@ def test_a_teacher_that_has_moved_may_be_named_anew(make_config: MakeConfig, ear
     check_same_run(moved, config)
     with pytest.raises(UserError, match=r"sources\.a\.teacher\.endpoint\.model cannot be changed"):
         resumed_config(config.output_dir, ["sources.a.teacher.endpoint.model=other"])
+
+
+def test_agents_in_processes_of_ray_learn_the_same(make_config: MakeConfig, earlier: Path, tmp_path: Path) -> None:
+    here = train(with_past(make_config, earlier, execution="ray", output_dir=str(tmp_path / "ray"))).run_dir
+    there = train(with_past(make_config, earlier, output_dir=str(tmp_path / "local"))).run_dir
+    found, expected = (
+        [{name: value for name, value in line.items() if "time" not in name} for line in RunDir(path).metrics()]
+        for path in (here, there)
+    )
+    assert found == expected

@@ -16,12 +16,13 @@ from hacrl.algorithms.algorithm import CapabilityAware
 from hacrl.config.agent import AgentConfig, ModelSettings, Settings
 from hacrl.config.run import RunConfig
 from hacrl.config.schema import attribute_docs
+from hacrl.config.sources import SourceConfig
 from hacrl.config.strict import Strict, parts
 from hacrl.config.study import StudyConfig
 from hacrl.config.task import CurriculumConfig, PartConfig, ProblemsConfig, RewardConfig, TaskConfig
 from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, WarmupSettings
 
-LISTS = {"agents", "mixture", "reward", "data", "curriculum"}
+LISTS = {"agents", "sources", "mixture", "reward", "data", "curriculum"}
 """Keys whose sections have a table of their own."""
 GROUPS = {
     "Prompts": ("max_prompt_length", "system_prompt", "prompt_suffix", "chat_template_kwargs"),
@@ -64,7 +65,7 @@ class Table:
 
 def tables() -> list[Table]:
     """All tables of the page, in its order."""
-    return [*of_runs(), *of_algorithms(), *of_tasks(), *of_warmups(), *of_studies()]
+    return [*of_runs(), *of_sources(), *of_algorithms(), *of_tasks(), *of_warmups(), *of_studies()]
 
 
 def markdown() -> str:
@@ -86,6 +87,14 @@ def of_runs() -> Iterator[Table]:
     found = {key.name: key for key in keys(Settings)}
     for group, names in GROUPS.items():
         yield Table(f"**{group}**", [key for name, key in found.items() if name.split(".")[0] in names])
+
+
+def of_sources() -> Iterator[Table]:
+    words = (
+        "The section `sources` lists those that only give rollouts. Each has an `id`, and an `endpoint` or `rollouts`. "
+        "Examples: [sources.md](sources.md)."
+    )
+    yield Table("## Sources", list(keys(SourceConfig, "sources.")), words)
 
 
 def of_algorithms() -> Iterator[Table]:
