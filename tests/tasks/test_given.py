@@ -4,6 +4,7 @@ import datetime
 import functools
 import os
 import subprocess
+import time
 import sys
 import threading
 from collections.abc import Callable
@@ -100,7 +101,9 @@ def test_limits_hold_for_functions() -> None:
             case "exit":
                 os._exit(3)
             case "memory":
-                return [float(len(b"x" * (2 << 30)))]
+                block = b"x" * (2 << 30)
+                time.sleep(1000)
+                return [float(len(block))]
         return [1.0]
 
     hung = Verdict(None, "timeout", "by_text took longer than 2 s", {"by_text": None})
