@@ -1,16 +1,67 @@
 """The settings of a source that only gives rollouts: a teacher behind an address, or stored rollouts."""
 
-from typing import Annotated, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hacrl.config.strict import Label, Length, Options, Positive, Seconds, Strict
+
+OWN_FIELDS = {
+    "model": "endpoint.model",
+    "messages": "the prompts of the task",
+    "prompt": "the prompts of the task",
+    "temperature": "the source's temperature",
+    "stop": "endpoint.stop",
+    "logprobs": "endpoint.logprobs",
+    "n": "num_generations",
+}
+"""Fields of a request, and the settings that fill them."""
+OWN_NUMBERS = {"seed": "the run's seed", "max_tokens": "max_completion_length"}
+"""Fields that are sent unless they are null in extra_body."""
+NO_USE = ("stream", "best_of", "echo")
+"""Fields of a request that change the form of an answer, so that it could not be read."""
+
+
+def _address(url: str) -> str:
+    """Return an address of a server; ValueError, which does not repeat it, if it is none or has secrets in it."""
+    wanted = "give the address of the server up to the version, for example http://host:8000/v1"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ValueError(wanted) from None
+    if parts.username is not None or parts.password is not None or "@" in parts.netloc:
+        raise ValueError("an address must not have a user or password in it; api_key_env names a variable for the key")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{wanted}, without ? and #; api_key_env names a variable for the key")
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not re.fullmatch(r"[!-~]+", url):
+        raise ValueError(wanted)
+    return url
+
+
+def _additions(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return more fields of a request; ValueError if a setting fills one of them."""
+    for name, value in fields.items():
+        if name in OWN_FIELDS:
+            raise ValueError(f"{name} is filled by {OWN_FIELDS[name]}: remove it")
+        if name in NO_USE:
+            raise ValueError(f"{name} cannot be used: remove it")
+        if name in OWN_NUMBERS and value is not None:
+            raise ValueError(
+                f"{name} is filled by {OWN_NUMBERS[name]}: remove it, or give null if the server refuses it"
+            )
+    most = fields.get("max_completion_tokens", 1)
+    if type(most) is not int or not 1 <= most <= 2**20:
+        raise ValueError("max_completion_tokens must be a whole number from 1 to 1,048,576")
+    return fields
 
 
 class EndpointConfig(Strict):
     """A server with OpenAI's interface, and how it is asked."""
 
-    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    url: Annotated[str, AfterValidator(_address)]
     """Address of the server up to the version, for example http://host:8000/v1."""
     model: Annotated[str, Field(min_length=1)]
     """Name of the model at the server."""
@@ -27,8 +78,9 @@ class EndpointConfig(Strict):
     """System message before every prompt that has none, with `api: chat`."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end an answer."""
-    extra_body: Options = {}
-    """More fields of each request, for example {chat_template_kwargs: {enable_thinking: false}}."""
+    extra_body: Annotated[Options, AfterValidator(_additions)] = {}
+    """More fields of each request, for example {chat_template_kwargs: {enable_thinking: false}}. null takes a field
+    out, for example {seed: null}."""
     timeout: Seconds = 120.0
     """Seconds that one request may take."""
     max_retries: Annotated[int, Field(ge=0, le=100)] = 4
@@ -65,7 +117,7 @@ class SourceConfig(Strict):
     """Temperature of an endpoint."""
     max_completion_length: Length | None = None
     """The most tokens of an endpoint's answer, in its own tokens; default: the run's."""
-    max_requests: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_requests: Annotated[int, Field(ge=1, le=1000)] = 32
     """Requests to an endpoint at the same time."""
     step_timeout: Seconds = 600.0
     """Seconds to wait for an endpoint in a step; what is not there by then is left out."""
