@@ -36,7 +36,7 @@ def check_model(target: str, step: int | None) -> None:
         newest = [path / "checkpoint-STEP", *checkpoint.complete_checkpoints(path)][-1]
         raise UserError(f"{target} is a warm-up. Give one of its models: {newest}/agents/ID.")
     if (path / "study.yaml").is_file():
-        started = [path / "runs/PAIR/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
+        started = [path / "runs/TEAM/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
         raise UserError(f"{target} is a study. Give one of its runs, for example {started[-1]}.")
     if (path / checkpoint.MARKER).is_file():
         if (path.parent / "config.yaml").is_file() and checkpoint.NAME.fullmatch(path.name):
