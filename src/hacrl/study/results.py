@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hacrl.live.progress import duration
 from hacrl.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
 from hacrl.study.grid import Run, Study
+from hacrl.terminal import decimals, new_table, say
 from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import write_atomically
 
@@ -199,17 +198,7 @@ def comparison(study: Study, differences: list[float]) -> Row:
 
 # --- tables --------------------------------------------------------------------------------------------------------
 
-
-def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    for name in (*left, *right):
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    return table
-
-
-def say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+LAYOUT: dict[str, Any] = {"left": ("team", "variant", "agent", "learner"), "overflow": "fold"}
 
 
 def print_results(console: Console, results: Row) -> None:
@@ -219,11 +208,11 @@ def print_results(console: Console, results: Row) -> None:
     columns = (f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
     for team in results["teams"]:
         title = f"{name}, {team}: {MEASURED[results['metric']]}, 95 % intervals over seeds"
-        table = new_table(title, ("agent", "variant"), ("seeds", "start", "final", *columns))
+        table = new_table(title, "agent", "variant", "seeds", "start", "final", *columns, **LAYOUT)
         rows = [row for row in results["agents"] if row["team"] == team]
         for agent in dict.fromkeys(row["agent"] for row in rows):
             for row in (row for row in rows if row["agent"] == agent):
-                cells = (str(len(row["values"])), number(row["start"]), spread(row, "mean"))
+                cells = (str(len(row["values"])), decimals(row["start"]), spread(row, "mean"))
                 table.add_row(agent, row["variant"], *cells, *difference(compared.get((team, agent, row["variant"]))))
             table.add_section()
         for variant in results["variants"]:
@@ -232,16 +221,12 @@ def print_results(console: Console, results: Row) -> None:
         console.print(table)
     overall = {variant: row for (team, _, variant), row in compared.items() if team == ALL}
     if overall:
-        table = new_table(f"{name}: mean over the agents of all teams", ("variant",), ("seeds", *columns))
+        table = new_table(f"{name}: mean over the agents of all teams", "variant", "seeds", *columns, **LAYOUT)
         for variant, row in overall.items():
             table.add_row(variant, str(row["seeds"]), *difference(row))
         console.print(table)
     say(console, *remarks(results))
     print_accounting(console, results)
-
-
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def spread(row: Row, key: str, scale: float = 1, form: str = ".3f") -> str:
@@ -258,7 +243,7 @@ def difference(row: Row | None) -> tuple[str, str, str, str]:
         return "", "", "", ""
     ahead = f"{row['wins']} of {row['seeds']}" if row["seeds"] else "–"
     effect = "–" if row["effect"] is None else f"{row['effect']:+.1f}"
-    return spread(row, "difference", 100, "+.1f"), number(row["p_holm"]), effect, ahead
+    return spread(row, "difference", 100, "+.1f"), decimals(row["p_holm"]), effect, ahead
 
 
 def remarks(results: Row) -> list[str]:
@@ -293,7 +278,7 @@ def print_accounting(console: Console, results: Row) -> None:
     hidden = {"gpu_seconds": not on_gpus, "tokens_forward": not counted}
     shown = [key for key in COSTS if not hidden.get(key)]
     title = "What it cost: one run, mean over seeds"
-    table = new_table(title, ("team", "variant", "agent"), [COSTS[key] for key in shown])
+    table = new_table(title, "team", "variant", "agent", *(COSTS[key] for key in shown), **LAYOUT)
     for whole in results["accounting"]:
         for row in results["agents"]:
             if (row["team"], row["variant"]) == (whole["team"], whole["variant"]):
@@ -335,7 +320,7 @@ def decisions(study: Study) -> list[str]:
 def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
     """Print the grid, what each of its runs will cost, and how many are done."""
     columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
-    table = new_table(study.config.title or study.config.name, ("team", "variant", "learner"), columns)
+    table = new_table(study.config.title or study.config.name, "team", "variant", "learner", *columns, **LAYOUT)
     for (team, variant), runs in study.groups.items():
         first, finished = runs[0], sum(run.summary is not None for run in runs)
         counts = (f"{len(runs)}", f"{finished}", f"{first.config.max_steps * first.config.rollouts_per_step:,}")
