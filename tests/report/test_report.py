@@ -400,7 +400,7 @@ def test_what_cannot_be_reported(
 
 
 def test_without_plotly_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(UserError, match=re.escape("pip install 'hacrl[report]'")):
         write_report(write_run(tmp_path / "run", steps=1))
 
