@@ -58,12 +58,7 @@ def collect(
         "seeds": study.config.seeds,
         "runs": [
             {
-                "team": run.team,
-                "variant": run.variant,
-                "seed": run.seed,
-                "dir": run.folder.path.relative_to(study.folder).as_posix(),
-                "status": (status := status_of(run, summaries[run.name], running, errors)),
-                "error": errors[run.name] if status == "failed" else None,
+                **run_row(study, run, summaries[run.name], running, errors),
                 "gpu_seconds": gpu_seconds.get(run.name),
                 "summary": summaries[run.name],
             }
@@ -75,10 +70,18 @@ def collect(
     }
 
 
-def status_of(run: Run, summary: Row | None, running: Container[str], errors: Container[str]) -> str:
-    if summary is not None:
-        return "done"
-    return "failed" if run.name in errors else "running" if run.name in running else "waiting"
+def run_row(study: Study, run: Run, summary: Row | None, running: Container[str], errors: dict[str, str]) -> Row:
+    """Which run this is, and how far it is."""
+    failed = summary is None and run.name in errors
+    going_on = "running" if run.name in running else "waiting"
+    return {
+        "team": run.team,
+        "variant": run.variant,
+        "seed": run.seed,
+        "dir": run.folder.path.relative_to(study.folder).as_posix(),
+        "status": "done" if summary is not None else "failed" if failed else going_on,
+        "error": errors[run.name] if failed else None,
+    }
 
 
 def write_results(study: Study, results: Row) -> None:
