@@ -136,7 +136,7 @@ def mean_interval(values: Sequence[float] | Array) -> Interval:
 
 
 def mean_over_sets(sets: Sequence[Array]) -> tuple[float, float, float]:
-    """Mean of several sets' means, each with the same weight, and its 95 % interval: problems are drawn within each set.
+    """Mean of several sets' means, each with the same weight, and its 95 % interval: problems are drawn within sets.
 
     NaN as soon as a set has no values.
     """
