@@ -145,7 +145,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"output_dir": 3}, ["output_dir", "string", "got 3"]),
     ({"algorithm": "gspo"}, ["algorithm", "section with a name", "'gspo'"]),
     ({"algorithm": {"alpha": 1}}, ["algorithm: hacpo_robust has no option 'alpha' (set to 1)"]),
-    ({"algorithm": {"name": None}}, ["algorithm: name: None is no algorithm", "hacpo"]),
+    ({"algorithm": {"name": None}}, ["algorithm: name: unknown algorithm None", "hacpo"]),
     ({"algorithm": {"name": ["hacpo"]}}, ["algorithm: name", "['hacpo']"]),
     ({"algorithm": {"name": "hacpo", "alpha": "big"}}, ["algorithm: alpha", "'big'"]),
     ({"algorithm": {"name": "hacpo", "alpha": True}}, ["alpha is a number, not true"]),

@@ -157,11 +157,12 @@ def run_settings(
         data = merge_choice(data, {"algorithm.name": name}, of_algorithms)
     elif not changes:
         labels = [*ALGORITHMS, *(f"{label}_x2" for label in ALGORITHMS)]
-        raise UserError(f"{where}: {algorithm!r} is no algorithm and has no settings{nearest(algorithm, labels)}")
+        meant = nearest(algorithm, labels)
+        raise UserError(f"{where}: {algorithm!r} is neither an algorithm nor a label with settings{meant}")
     elif enlarged:
         raise UserError(
-            f"{where}: _x{times} is {times} times the rollouts of an algorithm, but {name!r} is none. Choose another "
-            "label, and set num_generations if more rollouts are meant."
+            f"{where}: _x{times} is {times} times the rollouts of an algorithm, but {name!r} is not one. Choose "
+            "another label, and set num_generations if more rollouts are meant."
         )
     for layer in (changes, option):
         data = merge_choice(data, layer, of_algorithms)
