@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"task": {"name": "arithmetic", "evel_size": 9}}, ["task.evel_size", "set to 9", "did you mean eval_size?"]),
     ({"algorithm": {"name": "hacpo", "alhpa": 3}}, ["algorithm: hacpo", "'alhpa'", "set to 3", "did you mean alpha?"]),
     ({"algorithm": {"name": "gspo", "alpha": 3}}, ["gspo has no option 'alpha'", "epsilon"]),
-    ({"algorithm": {"name": "hacop"}}, ["algorithm: name: 'hacop'", "did you mean hacpo?"]),
+    ({"algorithm": {"name": "hacop"}}, ["algorithm: name: unknown algorithm 'hacop'", "did you mean hacpo?"]),
     ({"algorithm": {"name": "ppo-clip-max"}}, ["'ppo-clip-max'", f"choose from {', '.join(ALGORITHMS)}"]),
     (
         {"algorithm": {"name": "hacpo", "capability": {"windw": 3}}},
