@@ -67,7 +67,7 @@ def test_an_unknown_key(hacrl: Run) -> None:
     code, _, err = hacrl("train", write("bad.yaml", **{EVIL: EVIL}))
     assert code == 2
     assert r"\x1b[31mx\x1b]0;t\x07\x9b2J\r\u202e\x7f\u2066: unknown key" in err
-    assert r"name: '\x1b[31mx" in hacrl("train", write("bad.yaml", algorithm={"name": EVIL}))[2]
+    assert r"name: unknown algorithm '\x1b[31mx" in hacrl("train", write("bad.yaml", algorithm={"name": EVIL}))[2]
 
 
 def test_values_and_prompts_in_a_dry_run(hacrl: Run) -> None:

@@ -8,7 +8,6 @@ Accuracies are means over seeds in percent, on held-out problems; differences ar
 intervals (Student's t over seeds).
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ import numpy as np
 
 from hacrl.statistics import t_interval
 from hacrl.study.results import COSTS, cost
+from hacrl.training.records import read_study
 
 
 def main() -> None:
     intervals = "--intervals" in sys.argv
     path, *variants = [word for word in sys.argv[1:] if word != "--intervals"]
-    study = json.loads(Path(path).read_text(encoding="utf-8"))
+    study: dict[str, Any] = {**read_study(Path(path))}
     done = sum(run["status"] == "done" for run in study["runs"])
     print(f"### {study['title']}\n\n{done} of {len(study['runs'])} runs, seeds {study['seeds']}.\n")
     if variants:
@@ -37,17 +37,17 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def accuracies(study: dict[str, Any], intervals: bool) -> str:
-    cells = {(row["pair"], row["agent"], row["variant"]): row for row in study["agents"]}
-    places = list(dict.fromkeys((row["pair"], row["agent"]) for row in study["agents"]))
+    cells = {(row["team"], row["agent"], row["variant"]): row for row in study["agents"]}
+    places = list(dict.fromkeys((row["team"], row["agent"]) for row in study["agents"]))
     rows = [["start", *(start(study, *place) for place in places)]]
     for variant in study["variants"]:
         found = [cells.get((*place, variant)) for place in places]
         rows.append([f"`{variant}`", *("" if row is None else accuracy(row, intervals) for row in found)])
-    return table(["accuracy", *(f"{pair}: {agent}" for pair, agent in places)], rows)
+    return table(["accuracy", *(f"{team}: {agent}" for team, agent in places)], rows)
 
 
-def start(study: dict[str, Any], pair: str, agent: str) -> str:
-    return next(percent(row["start"]) for row in study["agents"] if (row["pair"], row["agent"]) == (pair, agent))
+def start(study: dict[str, Any], team: str, agent: str) -> str:
+    return next(percent(row["start"]) for row in study["agents"] if (row["team"], row["agent"]) == (team, agent))
 
 
 def accuracy(row: dict[str, Any], interval: bool) -> str:
@@ -60,14 +60,14 @@ def percent(value: float | None) -> str:
 
 
 def differences(study: dict[str, Any]) -> str:
-    """The mean over the agents of each pair, and of all."""
-    of_pairs = {(row["pair"], row["variant"]): row for row in study["comparisons"] if row["agent"] == "all"}
-    pairs = list(dict.fromkeys(pair for pair, _ in of_pairs))
+    """The mean over the agents of each team, and of all."""
+    of_teams = {(row["team"], row["variant"]): row for row in study["comparisons"] if row["agent"] == "all"}
+    teams = list(dict.fromkeys(team for team, _ in of_teams))
     rows = []
     for variant in study["variants"]:
-        if variant != study["baseline"] and any((pair, variant) in of_pairs for pair in pairs):
-            rows.append([f"`{variant}`", *(difference(of_pairs.get((pair, variant))) for pair in pairs)])
-    return table([f"mean of the agents − `{study['baseline']}`", *pairs], rows)
+        if variant != study["baseline"] and any((team, variant) in of_teams for team in teams):
+            rows.append([f"`{variant}`", *(difference(of_teams.get((team, variant))) for team in teams)])
+    return table([f"mean of the agents − `{study['baseline']}`", *teams], rows)
 
 
 def difference(row: dict[str, Any] | None) -> str:
@@ -78,14 +78,14 @@ def difference(row: dict[str, Any] | None) -> str:
 
 
 def versus(study: dict[str, Any], variant: str, other: str) -> str:
-    """Differences of each agent, and of the mean over all agents of all pairs."""
-    values = {(row["pair"], row["agent"], row["variant"]): row["values"] for row in study["agents"]}
-    places = [(pair, agent) for pair, agent, name in values if name == variant and (pair, agent, other) in values]
+    """Differences of each agent, and of the mean over all agents of all teams."""
+    values = {(row["team"], row["agent"], row["variant"]): row["values"] for row in study["agents"]}
+    places = [(team, agent) for team, agent, name in values if name == variant and (team, agent, other) in values]
     by_place = {
         place: [values[*place, variant][seed] - values[*place, other][seed] for seed in values[*place, variant]]
         for place in places
     }
-    rows = [[f"{pair}: {agent}", paired(gaps)] for (pair, agent), gaps in by_place.items()]
+    rows = [[f"{team}: {agent}", paired(gaps)] for (team, agent), gaps in by_place.items()]
     rows.append(["mean of all agents", paired([float(np.mean(gaps)) for gaps in zip(*by_place.values(), strict=True)])])
     return table(["agent", f"`{variant}` − `{other}`"], rows)
 
@@ -100,8 +100,8 @@ def paired(gaps: list[float]) -> str:
 def costs(study: dict[str, Any]) -> str:
     rows = [row for row in study["accounting"] if row["rollouts"] is not None]
     keys = [key for key in COSTS if any(row.get(key) for row in rows)]
-    cells = [[row["pair"], f"`{row['variant']}`", *(cost(row, key) for key in keys)] for row in rows]
-    return table(["pair", "variant", *(COSTS[key] for key in keys)], cells)
+    cells = [[row["team"], f"`{row['variant']}`", *(cost(row, key) for key in keys)] for row in rows]
+    return table(["team", "variant", *(COSTS[key] for key in keys)], cells)
 
 
 if __name__ == "__main__":

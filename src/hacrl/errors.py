@@ -4,6 +4,7 @@ import difflib
 import logging
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 OUT_OF_MEMORY = 3
 """Exit code of a run that ran out of memory; it may succeed if less runs at the same time."""
@@ -41,6 +42,14 @@ def system_error(error: BaseException | None) -> int | None:
             return int(quoted[1] or quoted[2])
         error = error.__context__
     return None
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise UserError unless the packages of an optional part of hacrl are installed; `what` needs them."""
+    for package in packages:
+        if find_spec(package) is None:
+            missing = package.replace("_", "-")
+            raise UserError(f"{what} needs the package {missing}: run pip install 'hacrl[{extra}]'.")
 
 
 def warn(message: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from hacrl.agents.loading import resolve_model
 from hacrl.config import RunConfig
@@ -22,7 +21,7 @@ from hacrl.live.progress import Progress
 from hacrl.live.trackers import Trackers, check_trackers
 from hacrl.seeding import seed_all
 from hacrl.tasks import build_task, refuse_gone
-from hacrl.terminal import Terminal
+from hacrl.terminal import Terminal, note
 from hacrl.training.asking import prepared
 from hacrl.training.checkpoint import (
     all_checkpoints,
@@ -187,7 +186,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
             if not own.has_chat_template:
                 remarks.append(f"Agent {agent.id} has no chat template: string prompts are given to it as they are.")
         for remark in (*remarks, *notes):
-            console.print(Text.assemble(("note ", "yellow"), remark))
+            note(console, remark)
         check_exchange(config, traits, resume)
         run = RunDir.open(config.output_dir) if resume else RunDir.create(config)
         audience = Audience([progress])
@@ -197,8 +196,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
             if resume:
                 trainer.resume()
                 if not trainer.step:
-                    remark = f"{run.path} has no checkpoint yet: it starts from the beginning."
-                    console.print(Text.assemble(("note ", "yellow"), remark), soft_wrap=True)
+                    note(console, f"{run.path} has no checkpoint yet: it starts from the beginning.")
                 run.write_config(config)
                 progress.recall(run.metrics())
             return RunResult(run.path, _all_steps(trainer, audience, resume))

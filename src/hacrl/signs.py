@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hacrl.terminal import OutputClosed
+from hacrl.terminal import OutputClosed, say
 
 REFRESH_SECONDS = 0.25
 """Seconds between two looks at what goes on."""
@@ -155,7 +155,7 @@ class Display:
         """Print a line, after which the next sign of life has time."""
         self.check_output()
         self._said = time.monotonic()
-        self.console.print(Text(text), soft_wrap=True)
+        say(self.console, text)
 
     def hide(self, stays: bool = False) -> None:
         with self._lock:

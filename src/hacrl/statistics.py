@@ -13,6 +13,9 @@ EXACT = 16
 """Up to this many differences all sign flips are enumerated; beyond, as many are drawn as that gives."""
 RESAMPLES = 9999
 """Samples that each bootstrap draws."""
+LEVEL = 0.95
+TAILS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
+"""Where intervals begin and end."""
 Z = 1.96
 """Standard deviations on each side of a mean in its 95 % interval, as tables have it."""
 
@@ -23,22 +26,22 @@ Array = npt.NDArray[np.float64]
 # --- seeds -----------------------------------------------------------------------------------------
 
 
-def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Interval of the mean by Student's t: exact for normal values, close to its level for others from three on."""
+def t_interval(values: Sequence[float]) -> Interval:
+    """95 % interval of the mean by Student's t: exact for normal values, close to it for others from three on."""
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    half = float(stats.t.ppf((1 + level) / 2, len(values) - 1)) * error
+    half = float(stats.t.ppf(TAILS[1], len(values) - 1)) * error
     return mean - half, mean + half
 
 
-def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Interval of the mean by resampling: BCa, or percentiles where BCa has no answer; the draws never change."""
+def bootstrap_interval(values: Sequence[float]) -> Interval:
+    """95 % interval of the mean by resampling: BCa, or percentiles where BCa has no answer; the draws never change."""
     data = (np.asarray(values, dtype=float),)
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # BCa warns where all values are equal
             random = np.random.default_rng(0)
             result = stats.bootstrap(
-                data, np.mean, confidence_level=level, n_resamples=RESAMPLES, method=method, rng=random
+                data, np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES, method=method, rng=random
             )
         low, high = float(result.confidence_interval.low), float(result.confidence_interval.high)
         if math.isfinite(low) and math.isfinite(high):
@@ -108,15 +111,15 @@ def reward_interval(rewards: Sequence[float]) -> Interval:
     return mean - half, mean + half
 
 
-def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Interval:
-    """Interval of the mean of values between 0 and 1, by resampling (BCa); the draws never change.
+def mean_interval(values: Sequence[float] | Array) -> Interval:
+    """95 % interval of the mean of values between 0 and 1, by resampling (BCa); the draws never change.
 
     Where all values are equal, Chernoff's bound, which for all 1 or all 0 is the exact binomial one. NaN without any.
     """
     data = np.asarray(values, dtype=float)
     if not len(data):
         return math.nan, math.nan
-    tails = [(1 - level) / 2, (1 + level) / 2]
+    tails: Sequence[float] = TAILS
     if (data == data[0]).all():
         low, high = (chernoff_bound(data[0], len(data), np.array(tails[:1]), upper)[0] for upper in (False, True))
         return float(low), float(high)
@@ -132,8 +135,8 @@ def mean_interval(values: Sequence[float] | Array, level: float = 0.95) -> Inter
     return float(low), float(high)
 
 
-def mean_over_sets(sets: Sequence[Array], level: float = 0.95) -> tuple[float, float, float]:
-    """Mean of several sets' means, each set with the same weight, and its interval: problems are drawn within each set.
+def mean_over_sets(sets: Sequence[Array]) -> tuple[float, float, float]:
+    """Mean of several sets' means, each with the same weight, and its 95 % interval: problems are drawn within sets.
 
     NaN as soon as a set has no values.
     """
@@ -141,10 +144,10 @@ def mean_over_sets(sets: Sequence[Array], level: float = 0.95) -> tuple[float, f
     if not all(len(values) for values in known):
         return math.nan, math.nan, math.nan
     if len(known) == 1:
-        return float(known[0].mean()), *mean_interval(known[0], level)
+        return float(known[0].mean()), *mean_interval(known[0])
     mean = float(np.mean([values.mean() for values in known]))
     ends = []
-    for upper, tail in ((False, (1 - level) / 2), (True, (1 + level) / 2)):
+    for upper, tail in zip((False, True), TAILS, strict=True):
         draws = np.mean([_draws(values, seed, upper) for seed, values in enumerate(known)], axis=0)
         ends.append(float(np.quantile(draws, tail)))
     return mean, min(ends[0], mean), max(ends[1], mean)

@@ -1,15 +1,20 @@
-"""The console that everything is printed through. It escapes control characters, and its output may be closed."""
+"""The console that everything is printed through, and what is printed alike everywhere.
+
+The console escapes control characters, and says when its output was closed.
+"""
 
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from hacrl.errors import CONTROL, harmless
 
@@ -37,6 +42,35 @@ class Terminal(Console):
         # What is still in the buffer goes nowhere, so that Python does not fail when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         raise OutputClosed
+
+
+def say(console: Console, *texts: str) -> None:
+    """Print each text as it is, without breaking its lines."""
+    for text in texts:
+        console.print(Text(text), soft_wrap=True)
+
+
+def note(console: Console, text: str) -> None:
+    """Print a remark that is no warning."""
+    console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
+
+
+def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
+    """An empty table with numbers to the right, and texts, whose columns are named, to the left."""
+    table = Table(title=Text(title, style="table.title"), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", **options)
+    return table
+
+
+def decimals(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def bar(width: int, done: int, total: int) -> Text:
+    """How much is done, as a bar of this width."""
+    filled = min(width, width * done // total)
+    return Text.assemble(("━" * filled, "green"), ("╌" * (width - filled), "dim"))
 
 
 class _HarmlessRecord(logging.LogRecord):

@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"task": {"name": "arithmetic", "evel_size": 9}}, ["task.evel_size", "set to 9", "did you mean eval_size?"]),
     ({"algorithm": {"name": "hacpo", "alhpa": 3}}, ["algorithm: hacpo", "'alhpa'", "set to 3", "did you mean alpha?"]),
     ({"algorithm": {"name": "gspo", "alpha": 3}}, ["gspo has no option 'alpha'", "epsilon"]),
-    ({"algorithm": {"name": "hacop"}}, ["algorithm: name: 'hacop'", "did you mean hacpo?"]),
+    ({"algorithm": {"name": "hacop"}}, ["algorithm: name: unknown algorithm 'hacop'", "did you mean hacpo?"]),
     ({"algorithm": {"name": "ppo-clip-max"}}, ["'ppo-clip-max'", f"choose from {', '.join(ALGORITHMS)}"]),
     (
         {"algorithm": {"name": "hacpo", "capability": {"windw": 3}}},
@@ -145,7 +145,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"output_dir": 3}, ["output_dir", "string", "got 3"]),
     ({"algorithm": "gspo"}, ["algorithm", "section with a name", "'gspo'"]),
     ({"algorithm": {"alpha": 1}}, ["algorithm: hacpo_robust has no option 'alpha' (set to 1)"]),
-    ({"algorithm": {"name": None}}, ["algorithm: name: None is no algorithm", "hacpo"]),
+    ({"algorithm": {"name": None}}, ["algorithm: name: unknown algorithm None", "hacpo"]),
     ({"algorithm": {"name": ["hacpo"]}}, ["algorithm: name", "['hacpo']"]),
     ({"algorithm": {"name": "hacpo", "alpha": "big"}}, ["algorithm: alpha", "'big'"]),
     ({"algorithm": {"name": "hacpo", "alpha": True}}, ["alpha is a number, not true"]),

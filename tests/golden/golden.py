@@ -29,7 +29,7 @@ from typing import Any
 
 import safetensors
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"pair": "team", "pairs": "teams"}
 """Keys, files and folders that were renamed on purpose since the recording: {old: new}.
 
 Each is one or several parts between slashes: {"rollouts": "samples"} reads rollouts/step-000001.jsonl as

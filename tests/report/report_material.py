@@ -194,24 +194,24 @@ def summary(agents: Sequence[str], lines: list[dict[str, Any]], algorithm: str) 
 
 
 def write_study(
-    folder: Path, pairs: Sequence[str] = ("state", "model"), seeds: int = 3, steps: int = 10, failed: str | None = None
+    folder: Path, teams: Sequence[str] = ("state", "model"), seeds: int = 3, steps: int = 10, failed: str | None = None
 ) -> Path:
     """A study of three variants; with `failed`, one run more that ended with this error."""
     variants = ("gspo", "gspo_x2", "hacpo")
     runs, agents, accounting, comparisons = [], [], [], []
     rng = np.random.default_rng(7)
-    for pair in pairs:
+    for team in teams:
         for v, variant in enumerate(variants):
             finals: dict[str, dict[str, float]] = {agent: {} for agent in TWO}
             for seed in range(seeds):
-                path = folder / "runs" / pair / variant / f"seed-{seed}"
+                path = folder / "runs" / team / variant / f"seed-{seed}"
                 algorithm = "hacpo" if variant == "hacpo" else "gspo"
                 write_run(path, TWO, steps, algorithm=algorithm, seed=seed, bonus=0.03 * v + 0.01 * float(rng.normal()))
                 told = json.loads((path / "summary.json").read_text(encoding="utf-8"))
                 for agent in TWO:
                     finals[agent][str(seed)] = told["agents"][agent]["final_accuracy"]
                 place = str(path.relative_to(folder))
-                label = {"pair": pair, "variant": variant, "seed": seed, "dir": place}
+                label = {"team": team, "variant": variant, "seed": seed, "dir": place}
                 runs.append({**label, "status": "done", "error": None, "summary": told})
             for agent in TWO:
                 values = list(finals[agent].values())
@@ -219,7 +219,7 @@ def write_study(
                 few = seeds < 2
                 agents.append(
                     {
-                        "pair": pair, "variant": variant, "agent": agent, "start": 0.4, "values": finals[agent],
+                        "team": team, "variant": variant, "agent": agent, "start": 0.4, "values": finals[agent],
                         "mean": mean,
                         "low": None if few else mean - 0.02, "high": None if few else mean + 0.02,
                         "accounting": {
@@ -236,7 +236,7 @@ def write_study(
             }
             accounting.append(
                 {
-                    "pair": pair,
+                    "team": team,
                     "variant": variant,
                     **cost,
                     "seconds": 95.0,
@@ -248,18 +248,18 @@ def write_study(
                 difference = 0.03 * v + (0.004 if agent == "north" else -0.004)
                 comparisons.append(
                     {
-                        "pair": pair, "agent": agent, "variant": variant, "baseline": "gspo", "seeds": seeds,
+                        "team": team, "agent": agent, "variant": variant, "baseline": "gspo", "seeds": seeds,
                         "difference": difference, "low": difference - 0.035, "high": difference + 0.03, "p": 0.25,
                         "p_holm": 0.5, "effect": 1.1 * v, "wins": seeds, "losses": 0,
                         "note": None if seeds > 2 else "two seeds only: chance alone gives this often",
                     }
                 )  # fmt: skip
     if failed is not None:
-        label = {"pair": pairs[0], "variant": "hacpo", "seed": seeds, "dir": f"runs/{pairs[0]}/hacpo/seed-{seeds}"}
+        label = {"team": teams[0], "variant": "hacpo", "seed": seeds, "dir": f"runs/{teams[0]}/hacpo/seed-{seeds}"}
         runs.append({**label, "status": "failed", "error": failed, "summary": None})
     study = {
         "name": "zoo", "title": "Alone or together", "metric": "final_accuracy", "baseline": "gspo",
-        "pairs": list(pairs), "variants": list(variants), "seeds": list(range(seeds)),
+        "teams": list(teams), "variants": list(variants), "seeds": list(range(seeds)),
         "runs": runs, "agents": agents, "accounting": accounting, "comparisons": comparisons,
     }  # fmt: skip
     (folder / "study.json").write_text(json.dumps(study), encoding="utf-8")

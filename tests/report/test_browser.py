@@ -327,7 +327,7 @@ def test_hacpo_with_more_than_two_agents_is_marked_as_our_decision(
     tab.open(four)
     decision = HACPO().explain(num_agents=4).decision
     assert tab.text("#result .decision") == decision
-    folder = write_study(tmp_path / "study", pairs=("main",), seeds=2, steps=2)
+    folder = write_study(tmp_path / "study", teams=("main",), seeds=2, steps=2)
     tab.open(write_report(folder))
     assert tab.all(".decision") == []
     for seed in range(2):
@@ -453,7 +453,7 @@ def test_hostile_text_stays_text(tab: Tab, tmp_path: Path) -> None:
 
 def test_hostile_names_stay_text(tab: Tab, tmp_path: Path) -> None:
     name = '<img src=x onerror="hacked=1"><a href="javascript:hacked=1">%{x}\u202e'
-    folder = write_study(tmp_path / "study", pairs=("main",), seeds=2, steps=3, failed=HOSTILE)
+    folder = write_study(tmp_path / "study", teams=("main",), seeds=2, steps=3, failed=HOSTILE)
     data = json.loads(
         (folder / "study.json").read_text().replace('"hacpo"', json.dumps(name)).replace('"north"', json.dumps(name))
     )
@@ -516,7 +516,7 @@ def test_the_run_in_detail_is_chosen(tab: Tab, study: Path) -> None:
 
 
 def test_few_seeds_are_said_plainly(tab: Tab, tmp_path: Path) -> None:
-    tab.open(write_report(write_study(tmp_path / "study", pairs=("main",), seeds=2, steps=2)))
+    tab.open(write_report(write_study(tmp_path / "study", teams=("main",), seeds=2, steps=2)))
     assert "This study has 2 seeds: too few" in tab.text("#result .empty")
     assert "two seeds only" in tab.text("#result table")
 

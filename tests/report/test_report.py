@@ -201,16 +201,27 @@ def test_curves_of_a_study_over_seeds() -> None:
     def run(accuracies: list[float], status: str = "done") -> dict[str, Any]:
         evals = {"step": [0, 5], "rollouts": [0, 40], "updates": [0, 10], "seconds": [0, 2], "accuracy": accuracies}
         data = {"agents": [{"id": "a"}], "evals": {"a": evals}}
-        return {"pair": "main", "variant": "gspo", "status": status, "data": data}
+        return {"team": "main", "variant": "gspo", "status": status, "data": data}
 
     (curve,) = collect.study_curves([run([0.5, 0.6]), run([0.5, 0.9]), run([0.5, 0.1], "failed")])
-    assert (curve["pair"], curve["variant"], curve["agent"], curve["seeds"]) == ("main", "gspo", "a", 2)
+    assert (curve["team"], curve["variant"], curve["agent"], curve["seeds"]) == ("main", "gspo", "a", 2)
     assert (curve["mean"], curve["low"], curve["high"]) == ([0.5, 0.75], [0.5, 0.6], [0.5, 0.9])
     assert (curve["rollouts"], curve["updates"], curve["seconds"]) == ([0, 40], [0, 10], [0, 2])
 
 
+def test_a_study_of_an_earlier_version_which_called_teams_pairs(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", teams=("main",), seeds=2, steps=2)
+    now, _ = collect.study_data(study)
+    text = (study / "study.json").read_text()
+    assert text.count('"team"') > 10
+    (study / "study.json").write_text(text.replace('"team"', '"pair"').replace('"teams"', '"pairs"'))
+    then, _ = collect.study_data(study)
+    assert then == now
+    assert (now["teams"], {run["team"] for run in now["runs"]}) == (["main"], {"main"})
+
+
 def test_a_run_outside_of_the_study_is_refused(tmp_path: Path) -> None:
-    study = write_study(tmp_path / "study", pairs=("main",), seeds=1, steps=1)
+    study = write_study(tmp_path / "study", teams=("main",), seeds=1, steps=1)
     data = json.loads((study / "study.json").read_text())
     data["runs"][0]["dir"] = "../elsewhere"
     (study / "study.json").write_text(json.dumps(data))
@@ -319,7 +330,7 @@ def test_embedded_data_is_data(data: Any) -> None:
 
 
 def test_hostile_names_and_errors_do_not_end_the_data(tmp_path: Path) -> None:
-    study = write_study(tmp_path / "study", pairs=(HOSTILE.replace("/", ""),), seeds=1, steps=1, failed=HOSTILE)
+    study = write_study(tmp_path / "study", teams=(HOSTILE.replace("/", ""),), seeds=1, steps=1, failed=HOSTILE)
     page = Page(write_report(study))
     assert len([1 for attributes, _ in page.scripts if "type" not in attributes]) == 2
     assert page.data()["study"]["runs"][-1]["error"] == HOSTILE
@@ -342,7 +353,7 @@ def test_size(tmp_path: Path) -> None:
 
 
 def test_room_is_shared_by_the_runs_of_a_study(tmp_path: Path) -> None:
-    study = write_study(tmp_path / "study", pairs=("main",), seeds=1, steps=12)
+    study = write_study(tmp_path / "study", teams=("main",), seeds=1, steps=12)
     whole = write_report(study).stat().st_size / 1e6
     write_report(study, max_mb=whole - 0.008)
     listing = Page(study / "report.html").data()["rollouts"]
@@ -390,7 +401,7 @@ def test_what_cannot_be_reported(
 
 
 def test_without_plotly_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(UserError, match=re.escape("pip install 'hacrl[report]'")):
         write_report(write_run(tmp_path / "run", steps=1))
 

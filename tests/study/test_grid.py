@@ -198,7 +198,7 @@ def test_bundled_studies_are_possible_and_small(name: str) -> None:
 
 def test_the_zoo_study_has_what_it_promises() -> None:
     study = Study.build(StudyConfig.load("zoo"))
-    assert study.pairs == ["state", "size", "model", "gap"]
+    assert study.teams == ["state", "size", "model", "gap"]
     assert {"gspo", "gspo_x2", "naive", "hacpo"} <= set(study.variants)
     assert study.baseline == "gspo"
     assert len(study.config.seeds) >= 3

@@ -96,7 +96,7 @@ def test_numbers_by_hand(study: Study) -> None:
     assert agent["accounting"]["peak_memory_gib"] is None
     whole = row(found["accounting"], variant="hacpo")
     assert whole == {
-        "pair": "main",
+        "team": "main",
         "variant": "hacpo",
         "rollouts": 200,
         "tokens": 2200,
@@ -131,7 +131,7 @@ def test_the_format_of_study_json(tmp_path: Path) -> None:
         "interval": "t",
         "baseline": "gspo",
     }
-    assert (found["pairs"], found["variants"], found["seeds"]) == (["main"], ["gspo", "hacpo"], [0, 1, 2])
+    assert (found["teams"], found["variants"], found["seeds"]) == (["main"], ["gspo", "hacpo"], [0, 1, 2])
     runs = {(run["variant"], run["seed"]): run for run in found["runs"]}
     assert [runs["hacpo", seed]["status"] for seed in range(3)] == ["running", "failed", "done"]
     assert [runs["hacpo", seed]["error"] for seed in range(3)] == [None, "boom", None]
@@ -156,7 +156,11 @@ def test_gpu_seconds_are_kept_and_shown_where_there_are_any(study: Study) -> Non
     assert "1,250" in printed(found)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": {}}', '{"runs": [1]}', '{"runs": [{"pair": []}]}'])
+OLD = '{"runs": [{"pair": []}]}'
+"""With the name that earlier versions had for a team."""
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": {}}', '{"runs": [1]}', '{"runs": [{"team": []}]}', OLD])
 def test_a_damaged_study_json_is_named(tmp_path: Path, text: str) -> None:
     study = make(tmp_path)
     (study.folder / "study.json").write_text(text)
@@ -207,7 +211,7 @@ def test_sampled_answers_on_request(tmp_path: Path) -> None:
     assert found["metric"] == "final_sampled"
     of_a = row(found["agents"], agent="a", variant="hacpo")
     assert (of_a["start"], of_a["mean"]) == (0.3, pytest.approx(0.35))
-    assert row(found["comparisons"], agent="a", variant="hacpo", pair="main")["difference"] == pytest.approx(-0.07)
+    assert row(found["comparisons"], agent="a", variant="hacpo", team="main")["difference"] == pytest.approx(-0.07)
 
 
 def test_bootstrap_intervals_on_request(tmp_path: Path) -> None:
@@ -218,16 +222,16 @@ def test_bootstrap_intervals_on_request(tmp_path: Path) -> None:
 
 
 def test_over_all_pairs(tmp_path: Path) -> None:
-    """The mean over the agents of all pairs, of the seeds that are done in all of them."""
+    """The mean over the agents of all teams, of the seeds that are done in all of them."""
     study = make(tmp_path, teams={"one": {}, "two": {}})
     finish(study)
     (study.groups["two", "gspo"][0].folder.path / "summary.json").unlink()
     found = collect(study, {}, {})
-    overall = row(found["comparisons"], pair="all", agent="all")
+    overall = row(found["comparisons"], team="all", agent="all")
     assert overall["seeds"] == 2
     by_seed = [(0.58 + 0.62 - 0.52 - 0.62) / 2, (0.62 + 0.70 - 0.54 - 0.58) / 2]
     assert overall["difference"] == pytest.approx(sum(by_seed) / 2)
-    assert "mean over the agents of all pairs" in printed(found)
+    assert "mean over the agents of all teams" in printed(found)
 
 
 def test_summaries_of_older_runs(study: Study) -> None:
@@ -305,4 +309,4 @@ def test_every_field_of_study_json_is_documented(study: Study) -> None:
     lists = {name for name in ("runs", "agents", "accounting", "comparisons") if found[name]}
     fields = set(found) | {field for name in lists for field in found[name][0]}
     documented = page[page.index("| field of study.json") :]
-    assert {field for field in fields if f"`{field}`" not in documented} <= {"pair", "agent", "variant"}
+    assert {field for field in fields if f"`{field}`" not in documented} <= {"team", "agent", "variant"}

@@ -4,9 +4,9 @@ import datetime
 import functools
 import os
 import subprocess
-import time
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

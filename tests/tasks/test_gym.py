@@ -231,7 +231,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     for module in [name for name in sys.modules if name.startswith("reasoning_gym")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match=r"gym:chain_sum needs reasoning_gym.*: run pip install 'hacrl\[gym\]'"):
+    with pytest.raises(UserError, match=r"chain_sum needs the package reasoning-gym: run pip install 'hacrl\[gym\]'"):
         GymTask("chain_sum")
 
 

@@ -8,12 +8,12 @@ over seeds; exact sign flips; Holm's correction over the rivals), then every age
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 
 from hacrl.statistics import holm, sign_flip_p, t_interval
+from hacrl.training.records import read_study
 
 Values = dict[tuple[str, str, str], dict[str, float]]
 """Accuracy by team, agent and variant, then by seed."""
@@ -27,8 +27,8 @@ def main() -> None:
     parser.add_argument("--rivals", default="rft,opd,naive,topr")
     parser.add_argument("--alone", default="gspo", help="GSPO with as many rollouts")
     arguments = parser.parse_args()
-    study = json.loads(arguments.study.read_text(encoding="utf-8"))
-    values = {(row["pair"], row["agent"], row["variant"]): row["values"] for row in study["agents"]}
+    study = read_study(arguments.study)
+    values = {(row["team"], row["agent"], row["variant"]): row["values"] for row in study["agents"]}
     seeds = complete_seeds(values)
     print(f"{len(seeds)} of {len(study['seeds'])} seeds are complete: {', '.join(seeds)}.\n")
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from hacrl.training.records import read_study
+
 RESULTS = Path(__file__).parents[1]
 
 LEVELS = (19, 9, 4)
@@ -79,12 +81,12 @@ def choose_rates(folder: Path) -> None:
 
 def search(file: Path) -> dict[tuple[str, str, str], float]:
     """By pair, algorithm and what was tried: the mean accuracy of the agents."""
-    study = json.loads(file.read_text(encoding="utf-8"))
+    study = read_study(file)
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in study["agents"]:
         variant = re.fullmatch(r"([a-z]+)-([a-z]+|[\d.]+e-\d+)", row["variant"])
         if variant:  # not those with another number of prompts
-            found.setdefault((row["pair"], variant[1], variant[2]), []).append(row["mean"])
+            found.setdefault((row["team"], variant[1], variant[2]), []).append(row["mean"])
     return {key: sum(means) / len(means) for key, means in found.items()}
 
 

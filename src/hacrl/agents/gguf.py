@@ -4,7 +4,6 @@ transformers reads the weights. The rest is checked against the file's own metad
 end of turn, or numbers split into other tokens than in training, look like a weak model and nothing else.
 """
 
-import importlib.util
 import shutil
 import zipfile
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 from hacrl.agents.loading import closing_ids
-from hacrl.errors import UserError
+from hacrl.errors import UserError, require
 from hacrl.signs import doing
 
 SPLIT_LIKE_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
@@ -37,9 +36,7 @@ def import_gguf(source: str, folder: Path, dtype: torch.dtype = torch.float32) -
     """Save the model in `source` to `folder`; return a phrase for each repair."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder. Choose another.")
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(f"Reading GGUF files needs the package {package}: run pip install 'hacrl[gguf]'.")
+    require("Reading GGUF files", "gguf", "gguf", "accelerate")
     found, folder = _find(source), folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:

@@ -14,10 +14,10 @@ from typer import Option
 
 from hacrl.cli.common import Overrides
 from hacrl.cli.common import console as terminal
-from hacrl.cli.tables import new_table
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
 from hacrl.signs import doing
+from hacrl.terminal import new_table
 
 EVIDENCE = Path(__file__).parent / "demo_seeds.json"
 """Gain over GSPO of each agent and algorithm in `docs/results/demo.yaml`: the mean, and how many seeds are ahead."""

@@ -36,7 +36,9 @@ def evaluate(
     output: Annotated[
         Path | None, Option(help="File for every answer with its verdict; with --benchmarks, a folder.")
     ] = None,
-    system_prompt: Annotated[str | None, Option(help="Default: the run's; of a model: asks for a box.")] = None,
+    system_prompt: Annotated[
+        str | None, Option(help="Default: the run's; for a model, a request to put the answer into a box.")
+    ] = None,
     max_completion_length: Annotated[int | None, Option(min=1, max=2**20, help="Default: the run's, or 4096.")] = None,
     temperature: Annotated[
         float | None,

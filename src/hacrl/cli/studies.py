@@ -14,7 +14,7 @@ def studies() -> None:
     listed = Table("name", "title", "teams", "algorithms", "runs")
     for name in study_names():
         study = Study.build(StudyConfig.load(name))
-        words = name, study.config.title, ", ".join(study.pairs), ", ".join(study.variants), str(len(study.runs))
+        words = name, study.config.title, ", ".join(study.teams), ", ".join(study.variants), str(len(study.runs))
         listed.add_row(*map(Text, words))
     console.print(listed)
     console.print(Text("Start one with `hacrl study NAME`; `--dry-run` shows its runs."))

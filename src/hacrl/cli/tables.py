@@ -1,6 +1,6 @@
 """What commands print as tables."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +14,11 @@ from hacrl.config.strict_yaml import dump_yaml
 from hacrl.errors import UserError, nearest
 from hacrl.evaluation.options import Options
 from hacrl.signs import doing
+from hacrl.terminal import decimals, new_table, note, say
 
 if TYPE_CHECKING:  # the command starts without torch
     from hacrl.training.fit import Memories
     from hacrl.training.plan import AgentPlan
-
-
-def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
-    """An empty table with numbers to the right, and texts, whose columns are named, to the left."""
-    table = Table(title=Text(title, style="table.title"), title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", **options)
-    return table
-
-
-def decimals(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def print_models(console: Console) -> None:
@@ -64,11 +53,11 @@ def print_plan(console: Console, config: RunConfig, gpu: str | None = None) -> N
         raise UserError(f"--gpu: unknown GPU {gpu!r}{nearest(gpu, GPUS)}")
     problem, remarks = first_problem(config)
     memories = Memories(gpu)
-    console.print(Text(config.to_yaml()), soft_wrap=True)
+    say(console, config.to_yaml())
     print_costs(console, *memories.plan(config))
     told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
     for remark in filter(None, (*remarks, *told)):
-        console.print(Text(f"note {remark}"), soft_wrap=True)
+        note(console, remark)
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
         console.print(Text.assemble("Its answer: ", shortened(problem.answer)))
@@ -91,7 +80,7 @@ def print_fit(console: Console, config: RunConfig, memories: "Memories") -> None
         changes = memories.smallest_change(config)
         what = "take smaller models or more memory" if changes is None else f"it would with {' '.join(changes)}"
         remarks.append(f"The run does not fit: {what}. Estimated at full lengths (docs/scaling.md).")
-    console.print(Text("\n".join(remarks)), soft_wrap=True)
+    say(console, *remarks)
 
 
 def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]") -> None:
@@ -114,7 +103,7 @@ def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]
         memory = f"{row.id}: memory (GiB, estimate) {sum(row.memory.values()):.2f} = {parts}"
         if row.host_memory:
             memory += f"; {row.host_memory:.2f} in the computer's memory"
-        console.print(Text(memory), soft_wrap=True)
+        say(console, memory)
     console.print(times)
     for source in config.sources:
         asked = config.prompts_per_step * source.num_generations
@@ -147,9 +136,9 @@ def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> N
     console.print(table)
     run = RunDir(run_dir)
     for finding in findings(run.config(), run.metrics()):
-        console.print(Text.assemble(("note ", "yellow"), finding), soft_wrap=True)
+        note(console, finding)
     lines = f"Time: {duration(wall_seconds(summary))}\nRun: {run_dir}   look at it with: hacrl rollouts {run_dir}"
-    console.print(Text(lines), soft_wrap=True)
+    say(console, lines)
 
 
 def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Path]) -> None:
@@ -205,7 +194,7 @@ def print_benchmarks(console: Console, results: dict[str, Any], folder: Path, na
             ):
                 if count:
                     console.print(Text(f"{name}: {count:,} of {row['completions']:,} completions {what}."))
-    console.print(Text(f"Completions and all figures: {folder}"), soft_wrap=True)
+    say(console, f"Completions and all figures: {folder}")
 
 
 def add_benchmark(table: Table, name: str, row: dict[str, Any]) -> None:
@@ -244,4 +233,4 @@ def print_checks(console: Console, names: list[str] | None, data: Path) -> None:
             (check.shuffled_unverified, "shuffled, no verdict"),
         ):
             lines += [f"  {what}: {exception}" for exception in exceptions]
-        console.print(Text("\n".join(lines)), soft_wrap=True)
+        say(console, *lines)

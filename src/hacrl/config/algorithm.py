@@ -54,7 +54,7 @@ def algorithm_class(name: Any) -> type[Algorithm]:
         return ALGORITHMS[name]
     if not isinstance(name, str) or not is_own(name):
         hint = f"; write {name}:CLASS" if str(name).endswith(".py") else nearest(str(name), ALGORITHMS)
-        raise ValueError(f"name: {name!r} is no algorithm{hint}")
+        raise ValueError(f"name: unknown algorithm {name!r}{hint}")
     try:
         return own_algorithm(name)
     except ValueError as error:

@@ -109,7 +109,7 @@ def _check(kind: Any, name: str) -> None:
     """Raise ValueError unless the class can be used as an algorithm."""
     if not _is_subclass(kind):
         what = f"the class {kind.__name__}" if isinstance(kind, type) else f"a value of type {type(kind).__name__}"
-        raise ValueError(f"{name} is {what}, which is no subclass of hacrl.algorithms.Algorithm")
+        raise ValueError(f"{name} is {what}, which is not a subclass of hacrl.algorithms.Algorithm")
     if kind in BUILT_IN:
         raise ValueError(f"{name} is built in: write {kind.name or 'the name of an algorithm'}")
     if inspect.isabstract(kind):
@@ -121,7 +121,7 @@ def _check(kind: Any, name: str) -> None:
         raise ValueError(f"{name}: a type of its options is unknown: {error}") from error
     for option in inspect.get_annotations(kind):
         if option not in fields and typing.ClassVar not in (annotated[option], typing.get_origin(annotated[option])):
-            raise ValueError(f"{name}: {option} is no option yet; write @dataclass(frozen=True) above the class")
+            raise ValueError(f"{name}: {option} is not an option yet; write @dataclass(frozen=True) above the class")
     for option, field in fields.items():
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{name}: the option {option} needs a default")

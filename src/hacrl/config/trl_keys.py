@@ -3,31 +3,13 @@
 The tables are data: `from_trl.py` translates a file with them, and errors about unknown keys look here too.
 """
 
-SAME: dict[str, str] = {
-    "learning_rate": "",
-    "lr_scheduler_type": "constant, linear or cosine",
-    "weight_decay": "",
-    "adam_beta1": "",
-    "adam_beta2": "",
-    "adam_epsilon": "",
-    "max_grad_norm": "",
-    "gradient_checkpointing": "",
-    "num_iterations": "",
-    "max_completion_length": "",
-    "max_prompt_length": "no longer a key of TRL; a longer prompt ends the run",
-    "temperature": "",
-    "top_p": "",
-    "top_k": "",
-    "chat_template_kwargs": "",
-    "mask_truncated_completions": "",
-    "num_generations": "",
-    "trust_remote_code": "",
-    "save_total_limit": "",
-    "report_to": "tensorboard, wandb or trackio",
-    "seed": "",
-    "output_dir": "it must be new or empty",
-}
-"""Keys with our name and meaning; the text says what to know."""
+SAME = (
+    *("learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "gradient_checkpointing", "num_iterations", "max_completion_length", "max_prompt_length"),
+    *("temperature", "top_p", "top_k", "chat_template_kwargs", "mask_truncated_completions", "num_generations"),
+    *("trust_remote_code", "save_total_limit", "report_to", "seed", "output_dir"),
+)
+"""Keys with our name and meaning."""
 
 RENAMED: dict[str, tuple[str, str]] = {
     "model_name_or_path": ("agents.model", "list two or more models to learn together"),
@@ -87,7 +69,7 @@ LEFT_OUT: dict[str, str] = {
         num_completions_to_print log_unique_prompts include_for_metrics skip_memory_metrics debug""",
     "trackers are called by output_dir": """
         run_name project trackio_space_id trackio_bucket_id trackio_static_space_id""",
-    "nothing is sent to the hub; hacrl export saves the models, and you upload them": """
+    "a run sends nothing to the hub; hacrl export RUN AGENT --push-to-hub ORG/NAME uploads a model": """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         log_completions_hub_repo""",
     "a checkpoint always holds everything, and hacrl train RUN --resume continues from it": """

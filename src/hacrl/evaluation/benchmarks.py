@@ -13,7 +13,6 @@ from types import NoneType
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from hacrl import files
 from hacrl.agents.loading import resolve_model
@@ -30,6 +29,7 @@ from hacrl.signs import Activity, doing
 from hacrl.statistics import Array, mean_over_sets
 from hacrl.tasks.benchmarks import ProblemSet, load_benchmarks
 from hacrl.tasks.verify import Verdict
+from hacrl.terminal import say
 from hacrl.training.run_dir import RunDir, make_folder, to_json, write_atomically
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -254,7 +254,7 @@ class Evaluation:
             values, groups = by_problem_with_votes(greedy) | values, groups + greedy
         found = summary([line for group in groups for line in group], values)
         self.folder.add(job, source=job.set.source, without_reference=len(job.set.without_reference), **found)
-        self.console.print(Text(f"{job.agent.id}: {job.set.name} done"), soft_wrap=True)
+        say(self.console, f"{job.agent.id}: {job.set.name} done")
         return values
 
     def _groups(self, job: Job, k: int, temperature: float, path: Path) -> list[list[Line]]:

@@ -30,8 +30,8 @@ def pass_at(k: int, judged: int, right: int) -> float:
 def majority(votes: Sequence[int | None]) -> float:
     """Whether the most frequent answer is right: votes are 0 for the right answer, other numbers for other ones.
 
-    Of several that are equally frequent one would be drawn: a right one among m of them gives 1/m. None, a completion
-    without an answer or without a verdict, does not vote; nobody's vote gives 0.
+    If m answers are equally frequent and one of them is right, this is 1/m. None is a completion without an answer or
+    without a verdict, and does not vote. Without any votes this is 0.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     most = max(counts.values(), default=0)

@@ -36,7 +36,7 @@ def check_model(target: str, step: int | None) -> None:
         newest = [path / "checkpoint-STEP", *checkpoint.complete_checkpoints(path)][-1]
         raise UserError(f"{target} is a warm-up. Give one of its models: {newest}/agents/ID.")
     if (path / "study.yaml").is_file():
-        started = [path / "runs/PAIR/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
+        started = [path / "runs/TEAM/ALGORITHM/seed-N", *(file.parent for file in path.glob("runs/*/*/*/config.yaml"))]
         raise UserError(f"{target} is a study. Give one of its runs, for example {started[-1]}.")
     if (path / checkpoint.MARKER).is_file():
         if (path.parent / "config.yaml").is_file() and checkpoint.NAME.fullmatch(path.name):
@@ -46,7 +46,7 @@ def check_model(target: str, step: int | None) -> None:
     if path.is_file():
         raise UserError(f"{target} is a file. Give the folder of a run, or a model: zoo:NAME, a folder or a hub id.")
     if step is not None:
-        raise UserError(f"--checkpoint is for a run, and {target} is none: it has no config.yaml.")
+        raise UserError(f"--checkpoint is for a run, and {target} is not one: it has no config.yaml.")
     if not path.exists() and (target.startswith((".", "/", "~", "runs/")) or target.count("/") > 1):
         raise UserError(f"There is no folder {target}. Give the folder of a run or of a model.")
     resolve_model(target)

@@ -23,6 +23,7 @@ from hacrl.config import RunConfig
 from hacrl.live.browse import shortened
 from hacrl.live.notebook import NotebookTable
 from hacrl.signs import Display, clock, doing, going_on
+from hacrl.terminal import bar
 from hacrl.training.records import ProgressState
 from hacrl.training.run_dir import write_atomically
 
@@ -181,9 +182,7 @@ class View:
         room = width - len(GAP.join(parts)) - len(GAP)
         if room < 6:
             return Text(GAP.join(parts).rstrip())
-        done = min(room, room * self.step // last)
-        bar = Text.assemble(("━" * done, "green"), ("╌" * (room - done), "dim"))
-        return Text(GAP).join([Text(parts[0]), bar, *map(Text, parts[1:])])
+        return Text(GAP).join([Text(parts[0]), bar(room, self.step, last), *map(Text, parts[1:])])
 
     def _phase(self) -> str:
         seconds = int(time.time() - self.since)

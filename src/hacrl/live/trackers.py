@@ -7,12 +7,11 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from hacrl.config import RunConfig
-from hacrl.errors import UserError, warn
+from hacrl.errors import UserError, require, warn
 from hacrl.files import Kind, read_object
 from hacrl.training.run_dir import RunDir, write_atomically
 
@@ -129,8 +128,7 @@ TRACKERS: dict[str, Callable[[RunConfig, Path, str, int | None], Tracker]] = {
 def check_trackers(names: list[str]) -> None:
     """UserError if a tracker cannot be opened; called before anything is loaded and before the live table."""
     for name in names:
-        if find_spec(name) is None:
-            raise UserError(f"report_to: {name} is not installed. Install it with `pip install 'hacrl[track]'`.")
+        require(f"report_to: {name}", "track", name)
     if "wandb" in names and os.environ.get("WANDB_MODE", "online") == "online":
         import wandb
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from hacrl.errors import UserError
 from hacrl.files import parse_lines, read_bytes, read_object
 from hacrl.live.progress import View, duration, wall_seconds
+from hacrl.terminal import say
 from hacrl.training.records import METRICS, PROGRESS
 from hacrl.training.run_dir import RunDir
 
@@ -33,7 +33,7 @@ def watch(console: Console, run_path: Path, once: bool) -> None:
                 state = follower.read()
     if state != "not started":
         console.print(follower.view)
-    console.print(Text(follower.sentence(state)), soft_wrap=True)
+    say(console, follower.sentence(state))
 
 
 class Follower:

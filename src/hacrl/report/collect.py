@@ -343,21 +343,21 @@ def study_data(folder: Path) -> tuple[Data, list[Path | None]]:
             raise UserError(f"{path}: the run {entry.get('dir')} lies outside of the study's folder. Fix `dir`.")
         there = (run_folder / "config.yaml").is_file()
         data = run_data(run_folder, STUDY_POINTS) if there else None
-        label = {name: entry.get(name) for name in ("pair", "variant", "seed", "status", "error")}
+        label = {name: entry.get(name) for name in ("team", "variant", "seed", "status", "error")}
         runs.append({**label, "data": data})
         folders.append(run_folder if there else None)
-    kept = ("name", "title", "metric", "baseline", "pairs", "variants", "seeds", "agents", "accounting", "comparisons")
+    kept = ("name", "title", "metric", "baseline", "teams", "variants", "seeds", "agents", "accounting", "comparisons")
     return {**{name: study.get(name) for name in kept}, "runs": runs, "curves": study_curves(runs)}, folders
 
 
 def study_curves(runs: Sequence[Data]) -> list[Data]:
-    """Accuracy of each pair, agent and variant at each evaluation: mean, lowest and highest over the finished seeds."""
+    """Accuracy of each team, agent and variant at each evaluation: mean, lowest and highest over the finished seeds."""
     groups: dict[tuple[Any, Any], list[Data]] = {}
     for run in runs:
         if run["status"] == "done" and run["data"]:
-            groups.setdefault((run["pair"], run["variant"]), []).append(run["data"])
+            groups.setdefault((run["team"], run["variant"]), []).append(run["data"])
     curves = []
-    for (pair, variant), members in groups.items():
+    for (team, variant), members in groups.items():
         for agent in [agent["id"] for agent in members[0]["agents"]]:
             tables = [
                 {row[0]: row for row in zip(*evals.values(), strict=True)}
@@ -370,7 +370,7 @@ def study_curves(runs: Sequence[Data]) -> list[Data]:
             cube = np.array([[table[step] for step in steps] for table in tables], dtype=float)
             shown = dict(zip((*EVALUATION[:-1], "mean"), cube.mean(axis=0).T, strict=True))
             shown |= {"low": cube[:, :, -1].min(axis=0), "high": cube[:, :, -1].max(axis=0)}
-            curve: Data = {"pair": pair, "variant": variant, "agent": agent, "seeds": len(tables)}
+            curve: Data = {"team": team, "variant": variant, "agent": agent, "seeds": len(tables)}
             curve |= {name: [*map(rounded, column.tolist())] for name, column in shown.items()}
             curves.append(curve)
     return curves

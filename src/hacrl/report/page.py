@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hacrl.errors import UserError
+from hacrl.errors import UserError, require
 from hacrl.report.collect import Data, run_data, study_data
 from hacrl.report.rollouts import Chunks
 from hacrl.signs import doing
@@ -82,7 +82,10 @@ def page(data: Data, blocks: list[tuple[str, str]]) -> str:
     """The HTML with its data and the blocks of rollouts, each with the id of its element."""
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{script}\n}})();'
-    plotly = plotly_script()
+    require("`hacrl report`", "report", "plotly")
+    from plotly.offline import get_plotlyjs
+
+    plotly = get_plotlyjs()
     policy = (
         f"default-src 'none'; script-src {script_hash(script)} {script_hash(plotly)}; style-src 'unsafe-inline'; "
         "base-uri 'none'; form-action 'none'"
@@ -100,15 +103,6 @@ def page(data: Data, blocks: list[tuple[str, str]]) -> str:
     # One pass over the template, so that nothing inside a part is taken for a place.
     pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-
-
-def plotly_script() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UserError("`hacrl report` needs Plotly: pip install 'hacrl[report]'.") from None
-    script: str = get_plotlyjs()
-    return script
 
 
 def script_hash(script: str) -> str:

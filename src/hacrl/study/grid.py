@@ -45,14 +45,14 @@ def listed_ids(data: Mapping[str, Any]) -> set[str]:
 class Run:
     """One run of a study."""
 
-    pair: str
+    team: str
     variant: str
     seed: int
     config: RunConfig
 
     @property
     def name(self) -> str:
-        return f"{self.pair}/{self.variant}/seed-{self.seed}"
+        return f"{self.team}/{self.variant}/seed-{self.seed}"
 
     @property
     def folder(self) -> RunDir:
@@ -98,18 +98,18 @@ class Study:
     def build(cls, config: StudyConfig) -> Self:
         """List the runs of the grid; UserError unless every one is possible."""
         groups = []
-        for pair, over_base in (config.teams or {"main": {}}).items():
+        for team, over_base in (config.teams or {"main": {}}).items():
             for variant, (algorithm, option) in config.variants.items():
-                where = f"{config.name}: {pair}/{variant}"
+                where = f"{config.name}: {team}/{variant}"
                 first = RunConfig.from_dict(run_settings(config, over_base, algorithm, option, where), where)
                 check_comparable(config, first, where)
-                groups.append((pair, variant, first))
+                groups.append((team, variant, first))
         runs = []
         for seed in config.seeds:
-            for pair, variant, first in groups:
-                folder = config.folder / "runs" / pair / variant / f"seed-{seed}"
+            for team, variant, first in groups:
+                folder = config.folder / "runs" / team / variant / f"seed-{seed}"
                 run = first.model_copy(update={"seed": seed, "output_dir": str(folder)})
-                runs.append(Run(pair, variant, seed, run))
+                runs.append(Run(team, variant, seed, run))
         return cls(config, runs)
 
     @property
@@ -117,7 +117,7 @@ class Study:
         return self.config.folder
 
     @property
-    def pairs(self) -> list[str]:
+    def teams(self) -> list[str]:
         return list(self.config.teams) or ["main"]
 
     @property
@@ -130,10 +130,10 @@ class Study:
 
     @cached_property
     def groups(self) -> dict[tuple[str, str], list[Run]]:
-        """The runs that differ in their seed alone, by pair and variant."""
+        """The runs that differ in their seed alone, by team and variant."""
         found: dict[tuple[str, str], list[Run]] = {}
         for run in self.runs:
-            found.setdefault((run.pair, run.variant), []).append(run)
+            found.setdefault((run.team, run.variant), []).append(run)
         return found
 
 
@@ -157,11 +157,12 @@ def run_settings(
         data = merge_choice(data, {"algorithm.name": name}, of_algorithms)
     elif not changes:
         labels = [*ALGORITHMS, *(f"{label}_x2" for label in ALGORITHMS)]
-        raise UserError(f"{where}: {algorithm!r} is no algorithm and has no settings{nearest(algorithm, labels)}")
+        meant = nearest(algorithm, labels)
+        raise UserError(f"{where}: {algorithm!r} is neither an algorithm nor a label with settings{meant}")
     elif enlarged:
         raise UserError(
-            f"{where}: _x{times} is {times} times the rollouts of an algorithm, but {name!r} is none. Choose another "
-            "label, and set num_generations if more rollouts are meant."
+            f"{where}: _x{times} is {times} times the rollouts of an algorithm, but {name!r} is not one. Choose "
+            "another label, and set num_generations if more rollouts are meant."
         )
     for layer in (changes, option):
         data = merge_choice(data, layer, of_algorithms)

@@ -7,19 +7,18 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hacrl.live.progress import duration
 from hacrl.statistics import bootstrap_interval, effect_size, holm, sign_flip_p, t_interval
 from hacrl.study.grid import Run, Study
+from hacrl.terminal import decimals, new_table, say
 from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import write_atomically
 
 Row = dict[str, Any]
 
 ALL = "all"
-"""Stands for the mean over the agents of a pair or, in place of a pair, over the agents of all pairs."""
+"""Stands for the mean over the agents of a team or, in place of a team, over the agents of all teams."""
 OF_A_RUN = (*Costs.__annotations__, "seconds", "peak_memory_gib")
 OF_AN_AGENT = (*Costs.__annotations__, "sample_seconds", "learn_seconds", "peak_memory_gib")
 MEASURED = {
@@ -41,8 +40,8 @@ def collect(
     gpu_seconds = gpu_seconds or {}
     summaries = {run.name: run.summary for run in study.runs}
     agents, accounting = [], []
-    for (pair, variant), group in study.groups.items():
-        place = {"pair": pair, "variant": variant}
+    for (team, variant), group in study.groups.items():
+        place = {"team": team, "variant": variant}
         finished = {run.seed: summary for run in group if (summary := summaries[run.name])}
         agents += [{**place, **agent_row(study, agent.id, finished)} for agent in group[0].config.agents]
         costs = {key: mean([total(summary, key) for summary in finished.values()]) for key in OF_A_RUN}
@@ -54,17 +53,12 @@ def collect(
         "metric": study.config.metric,
         "interval": study.config.interval,
         "baseline": study.baseline,
-        "pairs": study.pairs,
+        "teams": study.teams,
         "variants": study.variants,
         "seeds": study.config.seeds,
         "runs": [
             {
-                "pair": run.pair,
-                "variant": run.variant,
-                "seed": run.seed,
-                "dir": run.folder.path.relative_to(study.folder).as_posix(),
-                "status": (status := status_of(run, summaries[run.name], running, errors)),
-                "error": errors[run.name] if status == "failed" else None,
+                **run_row(study, run, summaries[run.name], running, errors),
                 "gpu_seconds": gpu_seconds.get(run.name),
                 "summary": summaries[run.name],
             }
@@ -76,10 +70,18 @@ def collect(
     }
 
 
-def status_of(run: Run, summary: Row | None, running: Container[str], errors: Container[str]) -> str:
-    if summary is not None:
-        return "done"
-    return "failed" if run.name in errors else "running" if run.name in running else "waiting"
+def run_row(study: Study, run: Run, summary: Row | None, running: Container[str], errors: dict[str, str]) -> Row:
+    """Which run this is, and how far it is."""
+    failed = summary is None and run.name in errors
+    going_on = "running" if run.name in running else "waiting"
+    return {
+        "team": run.team,
+        "variant": run.variant,
+        "seed": run.seed,
+        "dir": run.folder.path.relative_to(study.folder).as_posix(),
+        "status": "done" if summary is not None else "failed" if failed else going_on,
+        "error": errors[run.name] if failed else None,
+    }
 
 
 def write_results(study: Study, results: Row) -> None:
@@ -97,7 +99,7 @@ def read_gpu_seconds(study: Study) -> dict[str, float]:
 
 def name_of(row: Mapping[str, Any]) -> str:
     """`Run.name` of a row of the results."""
-    return f"{row.get('pair')}/{row.get('variant')}/seed-{row.get('seed')}"
+    return f"{row.get('team')}/{row.get('variant')}/seed-{row.get('seed')}"
 
 
 def agent_row(study: Study, agent: str, finished: dict[int, Row]) -> Row:
@@ -136,38 +138,38 @@ def with_interval(study: Study, name: str, values: Sequence[float]) -> Row:
 
 
 def compare(study: Study, agents: list[Row]) -> list[Row]:
-    """Compare every variant with the baseline, seed by seed: for each agent, for each pair, and over all pairs.
+    """Compare every variant with the baseline, seed by seed: for each agent, for each team, and over all teams.
 
     Holm's correction covers all of these comparisons.
     """
     ids = {place: [agent.id for agent in group[0].config.agents] for place, group in study.groups.items()}
     others = [variant for variant in study.variants if variant != study.baseline]
-    same = {(pair, variant) for pair, variant in ids if ids[pair, variant] == ids[pair, study.baseline]}
+    same = {(team, variant) for team, variant in ids if ids[team, variant] == ids[team, study.baseline]}
     places = []
-    for pair in study.pairs:
+    for team in study.teams:
         for variant in others:
-            shared = [agent for agent in ids[pair, variant] if agent in ids[pair, study.baseline]]
-            both = [ALL] if (pair, variant) in same and len(shared) > 1 else []
-            places += [(pair, agent, variant) for agent in [*shared, *both]]
-    if len(study.pairs) > 1:
-        places += [(ALL, ALL, variant) for variant in others if all((pair, variant) in same for pair in study.pairs)]
+            shared = [agent for agent in ids[team, variant] if agent in ids[team, study.baseline]]
+            both = [ALL] if (team, variant) in same and len(shared) > 1 else []
+            places += [(team, agent, variant) for agent in [*shared, *both]]
+    if len(study.teams) > 1:
+        places += [(ALL, ALL, variant) for variant in others if all((team, variant) in same for team in study.teams)]
     rows = []
-    for pair, agent, variant in places:
+    for team, agent, variant in places:
         own, base = (
-            mean_by_seed([row["values"] for row in agents if is_at(row, pair, agent, label)])
+            mean_by_seed([row["values"] for row in agents if is_at(row, team, agent, label)])
             for label in (variant, study.baseline)
         )
         differences = [own[seed] - base[seed] for seed in own if seed in base]
-        place = {"pair": pair, "agent": agent, "variant": variant, "baseline": study.baseline}
+        place = {"team": team, "agent": agent, "variant": variant, "baseline": study.baseline}
         rows.append({**place, **comparison(study, differences)})
     for row, p_holm in zip(rows, holm([row["p"] for row in rows]), strict=True):
         row["p_holm"] = p_holm
     return rows
 
 
-def is_at(row: Row, pair: str, agent: str, variant: str) -> bool:
-    """Whether a row of an agent belongs to a place of the table, in which `ALL` stands for every pair or agent."""
-    return row["variant"] == variant and pair in (row["pair"], ALL) and agent in (row["agent"], ALL)
+def is_at(row: Row, team: str, agent: str, variant: str) -> bool:
+    """Whether a row of an agent belongs to a place of the table, in which `ALL` stands for every team or agent."""
+    return row["variant"] == variant and team in (row["team"], ALL) and agent in (row["agent"], ALL)
 
 
 def mean_by_seed(agents: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -199,49 +201,35 @@ def comparison(study: Study, differences: list[float]) -> Row:
 
 # --- tables --------------------------------------------------------------------------------------------------------
 
-
-def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    for name in (*left, *right):
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    return table
-
-
-def say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+LAYOUT: dict[str, Any] = {"left": ("team", "variant", "agent", "learner"), "overflow": "fold"}
 
 
 def print_results(console: Console, results: Row) -> None:
     """Print the tables of accuracies and differences, how far they can be trusted, and what they cost."""
-    compared = {(row["pair"], row["agent"], row["variant"]): row for row in results["comparisons"]}
+    compared = {(row["team"], row["agent"], row["variant"]): row for row in results["comparisons"]}
     name = results["title"] or results["name"]
     columns = (f"difference to {results['baseline']}", "p (Holm)", "effect", "ahead")
-    for pair in results["pairs"]:
-        title = f"{name}, {pair}: {MEASURED[results['metric']]}, 95 % intervals over seeds"
-        table = new_table(title, ("agent", "variant"), ("seeds", "start", "final", *columns))
-        rows = [row for row in results["agents"] if row["pair"] == pair]
+    for team in results["teams"]:
+        title = f"{name}, {team}: {MEASURED[results['metric']]}, 95 % intervals over seeds"
+        table = new_table(title, "agent", "variant", "seeds", "start", "final", *columns, **LAYOUT)
+        rows = [row for row in results["agents"] if row["team"] == team]
         for agent in dict.fromkeys(row["agent"] for row in rows):
             for row in (row for row in rows if row["agent"] == agent):
-                cells = (str(len(row["values"])), number(row["start"]), spread(row, "mean"))
-                table.add_row(agent, row["variant"], *cells, *difference(compared.get((pair, agent, row["variant"]))))
+                cells = (str(len(row["values"])), decimals(row["start"]), spread(row, "mean"))
+                table.add_row(agent, row["variant"], *cells, *difference(compared.get((team, agent, row["variant"]))))
             table.add_section()
         for variant in results["variants"]:
-            if row := compared.get((pair, ALL, variant)):
+            if row := compared.get((team, ALL, variant)):
                 table.add_row("all: mean", variant, str(row["seeds"]), "", "", *difference(row))
         console.print(table)
-    overall = {variant: row for (pair, _, variant), row in compared.items() if pair == ALL}
+    overall = {variant: row for (team, _, variant), row in compared.items() if team == ALL}
     if overall:
-        table = new_table(f"{name}: mean over the agents of all pairs", ("variant",), ("seeds", *columns))
+        table = new_table(f"{name}: mean over the agents of all teams", "variant", "seeds", *columns, **LAYOUT)
         for variant, row in overall.items():
             table.add_row(variant, str(row["seeds"]), *difference(row))
         console.print(table)
     say(console, *remarks(results))
     print_accounting(console, results)
-
-
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def spread(row: Row, key: str, scale: float = 1, form: str = ".3f") -> str:
@@ -258,7 +246,7 @@ def difference(row: Row | None) -> tuple[str, str, str, str]:
         return "", "", "", ""
     ahead = f"{row['wins']} of {row['seeds']}" if row["seeds"] else "–"
     effect = "–" if row["effect"] is None else f"{row['effect']:+.1f}"
-    return spread(row, "difference", 100, "+.1f"), number(row["p_holm"]), effect, ahead
+    return spread(row, "difference", 100, "+.1f"), decimals(row["p_holm"]), effect, ahead
 
 
 def remarks(results: Row) -> list[str]:
@@ -293,15 +281,15 @@ def print_accounting(console: Console, results: Row) -> None:
     hidden = {"gpu_seconds": not on_gpus, "tokens_forward": not counted}
     shown = [key for key in COSTS if not hidden.get(key)]
     title = "What it cost: one run, mean over seeds"
-    table = new_table(title, ("pair", "variant", "agent"), [COSTS[key] for key in shown])
+    table = new_table(title, "team", "variant", "agent", *(COSTS[key] for key in shown), **LAYOUT)
     for whole in results["accounting"]:
         for row in results["agents"]:
-            if (row["pair"], row["variant"]) == (whole["pair"], whole["variant"]):
+            if (row["team"], row["variant"]) == (whole["team"], whole["variant"]):
                 own = row["accounting"]
                 parts = [own["sample_seconds"], own["learn_seconds"]]
                 own = {**own, "seconds": None if None in parts else sum(parts)}
-                table.add_row(row["pair"], row["variant"], row["agent"], *(cost(own, key) for key in shown))
-        table.add_row(whole["pair"], whole["variant"], "the run", *(cost(whole, key) for key in shown))
+                table.add_row(row["team"], row["variant"], row["agent"], *(cost(own, key) for key in shown))
+        table.add_row(whole["team"], whole["variant"], "the run", *(cost(whole, key) for key in shown))
         table.add_section()
     console.print(table)
     notes = [
@@ -326,21 +314,21 @@ def cost(row: Row, key: str) -> str:
 def decisions(study: Study) -> list[str]:
     """Sentences about choices of this project that runs follow, because the paper leaves them open."""
     told = []
-    for (pair, variant), (first, *_) in study.groups.items():
+    for (team, variant), (first, *_) in study.groups.items():
         if decision := first.config.algorithm.explain(len(first.config.agents)).decision:
-            told.append(f"{pair}, {variant}: {decision}")
+            told.append(f"{team}, {variant}: {decision}")
     return told
 
 
 def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
     """Print the grid, what each of its runs will cost, and how many are done."""
     columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
-    table = new_table(study.config.title or study.config.name, ("pair", "variant", "learner"), columns)
-    for (pair, variant), runs in study.groups.items():
+    table = new_table(study.config.title or study.config.name, "team", "variant", "learner", *columns, **LAYOUT)
+    for (team, variant), runs in study.groups.items():
         first, finished = runs[0], sum(run.summary is not None for run in runs)
         counts = (f"{len(runs)}", f"{finished}", f"{first.config.max_steps * first.config.rollouts_per_step:,}")
         for position, agent in enumerate(first.updates):
-            shown = (pair, variant, agent, *counts) if position == 0 else ("", "", agent, "", "", "")
+            shown = (team, variant, agent, *counts) if position == 0 else ("", "", agent, "", "", "")
             table.add_row(*shown, f"{first.rollouts_used[agent]:,}", f"{first.updates[agent]:,}")
         if variant == study.variants[-1]:
             table.add_section()

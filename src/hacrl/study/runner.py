@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
+from rich.text import Text
 
 from hacrl.config import RunConfig
 from hacrl.config.study import StudyConfig
@@ -20,9 +20,10 @@ from hacrl.files import parse_lines, read_bytes
 from hacrl.live.progress import duration
 from hacrl.processes import Child as Process
 from hacrl.processes import how_it_ended
-from hacrl.signs import Activity, doing
+from hacrl.signs import Activity, Display, doing
 from hacrl.study.grid import Run, Study
-from hacrl.study.results import collect, number, read_gpu_seconds, say, write_results
+from hacrl.study.results import collect, read_gpu_seconds, write_results
+from hacrl.terminal import bar, decimals, say
 from hacrl.training.records import METRICS
 from hacrl.training.run_dir import RunDir, changed_settings, make_folder, write_atomically
 
@@ -31,6 +32,8 @@ RETRIES = 3
 """How many times a run is tried again after it ran out of memory beside others."""
 LAST_LINES = 8
 """How many lines of a failed run's log are shown."""
+BAR = 30
+"""Characters of a bar in a terminal."""
 TAIL = 1 << 16
 """How many bytes are read from the end of a log or of metrics."""
 
@@ -323,41 +326,37 @@ def last_step(run: Run) -> int:
 
 
 class View:
-    """Shows progress: bars in a terminal, a line for each run elsewhere."""
+    """Shows progress: a line for each run that goes on in a terminal, one line for all of them elsewhere."""
 
     def __init__(self, study: Study, console: Console, done: int) -> None:
         self.console, self.total, self.done, self.left = console, len(study.runs), done, "–"
-        counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        fields = ("{task.description}", *counts, "{task.fields[note]}")
-        self.bars = Progress(*fields, console=console, transient=True, disable=not console.is_terminal)
-        width = max(len(run.name) for run in study.runs)
-        self.all = self.bars.add_task(f"{'runs':<{width}}", total=self.total, completed=done, note="")
-        self.tasks: dict[str, TaskID] = {}
+        self.steps: dict[str, tuple[int, int]] = {}
+        """Steps done and in all of each run that goes on."""
+        self.width = max(len(run.name) for run in study.runs)
         self.activity = Activity("study")
         if done:
             say(console, f"{done} of {self.total} runs are done already.")
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this lasts, a terminal shows the bars, and a log tells what goes on."""
-        if self.bars.disable:
-            with doing("study", self.total) as self.activity:
-                yield
-        else:
-            with self.bars:
-                yield
+        """Show progress while this lasts."""
+        with doing("study", self.total) as self.activity, Display(self.console, self.lines):
+            yield
 
     def show(self, running: list[Run], steps: dict[str, int], left: float | None) -> None:
         self.left = "–" if left is None else duration(left)
-        self.bars.update(self.all, completed=self.done, note=f"time left {self.left}")
-        at = ", ".join(f"{run.name} {steps[run.name]}/{run.config.max_steps} steps" for run in running)
+        self.steps = {run.name: (steps[run.name], run.config.max_steps) for run in running}
+        at = ", ".join(f"{name} {done}/{total} steps" for name, (done, total) in self.steps.items())
         self.activity.done, self.activity.note = self.done, at
-        for name in set(self.tasks) - {run.name for run in running}:
-            self.bars.remove_task(self.tasks.pop(name))
-        for run in running:
-            if run.name not in self.tasks:
-                self.tasks[run.name] = self.bars.add_task(run.name, total=run.config.max_steps, note="steps")
-            self.bars.update(self.tasks[run.name], completed=steps[run.name])
+
+    def lines(self, width: int) -> list[Text]:
+        counts = {"runs": (self.done, self.total), **self.steps}
+        own = [f"{name:<{self.width}}  {done:>4}/{total:<4}" for name, (done, total) in counts.items()]
+        room = max(min(width - len(own[0]) - 2, BAR), 0)
+        bars = [bar(room, *count) for count in counts.values()]
+        lines = [Text.assemble(text, "  ", shown) for text, shown in zip(own, bars, strict=True)]
+        lines[0].append(f"  time left {self.left}")
+        return lines
 
     def ended(self, run: Run, seconds: float, error: str | None, results: dict[str, Any]) -> None:
         self.done = sum(row["status"] == "done" for row in results["runs"])
@@ -367,5 +366,5 @@ class View:
             say(self.console, f"{run.name} failed after {duration(seconds)}:", *lines)
             return
         finals = [(name, agent.get(results["metric"])) for name, agent in summary["agents"].items()]
-        accuracies = ", ".join(f"{name} {number(value)}" for name, value in finals)
+        accuracies = ", ".join(f"{name} {decimals(value)}" for name, value in finals)
         say(self.console, f"{self.done}/{self.total} {run.name}: {accuracies} ({duration(seconds)}), left {self.left}")

@@ -6,7 +6,6 @@ or `question`; the answer is `answer`, else `solution`, `ground_truth` or verl's
 
 import codecs
 import difflib
-import importlib
 import json
 import math
 import random
@@ -17,12 +16,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeGuard, TypeVar
 
 from hacrl.config.given import GivenRows
 from hacrl.config.strict_yaml import MAX_DEPTH, line_and_column
-from hacrl.errors import UserError
+from hacrl.errors import UserError, require
 from hacrl.tasks.problem import Problem, Prompt
 
 Row = dict[str, Any]
@@ -179,8 +177,10 @@ def _read_json(path: Path) -> Iterable[tuple[str, Row]]:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    pyarrow = _import("pyarrow", needed_for=path)
-    parquet = _import("pyarrow.parquet", needed_for=path)
+    require(f"Reading {path}", "data", "pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
     try:
         return list(parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
@@ -192,27 +192,25 @@ def _read_saved(path: Path, split: str) -> list[Row]:
     splits = path / "dataset_dict.json"
     if not splits.is_file() and not (path / "dataset_info.json").is_file():
         raise UserError(f"{path} is a folder that datasets' save_to_disk did not make: name one of the files in it.")
-    saved = _import("datasets", needed_for=path).load_from_disk(path)
+    require(f"Reading {path}", "data", "datasets")
+    import datasets
+
+    saved = datasets.load_from_disk(path)
     if splits.is_file() and split not in saved:
         raise UserError(f"{path} has no split {split!r}: it has {', '.join(saved)}.")
     return list((saved[split] if splits.is_file() else saved).to_list())
 
 
 def _read_hub(source: str, split: str, subset: str | None) -> list[Row]:
-    datasets = _import("datasets", needed_for=source)
+    require(f"Reading {source}", "data", "datasets")
+    import datasets
+
     try:
         return list(datasets.load_dataset(source, subset, split=split).to_list())
     except (OSError, ValueError) as error:
         chosen = f"split {split!r}" + (f" and subset {subset!r}" if subset else "")
         on_hub = f"the hub's data set of that name cannot be loaded with {chosen}"
         raise UserError(f"There is no file {source}, and {on_hub}: {error}") from error
-
-
-def _import(module: str, needed_for: object) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(f"Reading {needed_for} needs {error.name}: run pip install 'hacrl[data]'.") from error
 
 
 def _prompt(row: Row, place: str) -> Prompt:

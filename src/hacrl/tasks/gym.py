@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hacrl.errors import UserError, nearest
+from hacrl.errors import UserError, nearest, require
 from hacrl.tasks.problem import Problem, Split, text_number
 
 Form = Literal["tag", "last_line", "whole"]
@@ -68,11 +68,9 @@ class GymTask:
         self._data = lru_cache(maxsize=16)(self._open)
 
     def _check(self) -> None:
-        try:
-            from reasoning_gym.factory import DATASETS
-        except ModuleNotFoundError as error:
-            needed = f"The task gym:{self.generator} needs {error.name}"
-            raise UserError(f"{needed}: run pip install 'hacrl[gym]'.") from None
+        require(f"The task gym:{self.generator}", "gym", "reasoning_gym")
+        from reasoning_gym.factory import DATASETS
+
         if self.generator not in DATASETS:
             raise UserError(f"reasoning-gym has no {self.generator!r}{nearest(self.generator, DATASETS)}")
         if self.generator == "composite":

@@ -5,7 +5,6 @@ rollout gets None, and the verdict says why. A bug in a user's function ends the
 """
 
 import copy
-import importlib.util
 import math
 import queue
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from hacrl.config.given import GivenReward, name_of
-from hacrl.errors import UserError
+from hacrl.errors import UserError, require
 from hacrl.tasks import child
 from hacrl.tasks.child import RewardFunction
 from hacrl.tasks.problem import Prompt
@@ -223,9 +222,8 @@ class Pool(Scorer):
     """
 
     def __init__(self, function: str, timeout: float, workers: int, memory_gib: float | None = MEMORY_GIB) -> None:
-        kind, package = ("gym", "reasoning-gym") if function == "gym" else ("math", "math-verify")
-        if importlib.util.find_spec(package.replace("-", "_")) is None:
-            raise UserError(f"The reward {kind} needs the package {package}: run pip install 'hacrl[{kind}]'.")
+        kind, package = ("gym", "reasoning_gym") if function == "gym" else ("math", "math_verify")
+        require(f"The reward {kind}", kind, package)
         self._kind, self._timeout, self._closed = kind, timeout, False
         self._columns = ("entry", "generator", "options", "form") if kind == "gym" else ("answer",)
         source = Path(__file__).with_name(f"{kind}_reward.py")

@@ -82,7 +82,9 @@ class Summary(Costs):
 class StudyRun(TypedDict, total=False):
     """A run in study.json."""
 
+    team: str
     pair: str
+    """The team, in files of earlier versions."""
     variant: str
     seed: int
     dir: str
@@ -129,8 +131,12 @@ def read_trace(path: Path) -> list[TraceLine]:
 
 
 def read_study(path: Path) -> StudyResults:
-    """The results of a study, from its study.json."""
-    return cast(StudyResults, read_object(path, STUDY))
+    """The results of a study, from its study.json. Earlier versions called teams pairs there."""
+    results = read_object(path, STUDY)
+    rows = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
+    for row in (results, *rows):
+        row.update({new: row.pop(old) for old, new in (("pair", "team"), ("pairs", "teams")) if old in row})
+    return cast(StudyResults, results)
 
 
 # --- lines of rollouts/ and trace/ -----------------------------------------------------------------

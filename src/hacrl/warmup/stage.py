@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from hacrl import signs
 from hacrl.agents.loading import Bases, resolve_model
@@ -26,7 +25,7 @@ from hacrl.learners.supervised import SupervisedLearner
 from hacrl.learners.updating import Updater, read_state, write_state
 from hacrl.seeding import global_random_state, restore_global_random_state, seed_all
 from hacrl.tasks import Task, build_task
-from hacrl.terminal import Terminal
+from hacrl.terminal import Terminal, note
 from hacrl.training import checkpoint
 from hacrl.training.metrics import accuracy_metrics
 from hacrl.training.run_dir import RunDir, make_folder, refuse_changes, write_atomically
@@ -345,7 +344,7 @@ class Display(ExitStack):
         return self
 
     def note(self, text: str) -> None:
-        self.console.print(Text.assemble(("note ", "yellow"), text), soft_wrap=True)
+        note(self.console, text)
 
     def show(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the metrics of a step; as a line that stays after an evaluation or if there is no terminal."""

@@ -24,7 +24,7 @@ function studyFacts(study) {
   const facts = [
     `${state("done")} of ${plural(study.runs.length, "run")} done`,
     ...["failed", "running", "waiting"].filter(state).map((status) => `${state(status)} ${status}`),
-    plural((study.pairs || []).length, "pair"), plural((study.variants || []).length, "variant"), plural((study.seeds || []).length, "seed"),
+    plural((study.teams || []).length, "team"), plural((study.variants || []).length, "variant"), plural((study.seeds || []).length, "seed"),
     study.baseline ? `compared with ${study.baseline}` : null,
   ];
   return el("ul", { class: "facts" }, facts.filter(Boolean).map((fact, i) => el("li", {}, i ? fact : el("b", {}, fact))));
@@ -35,18 +35,18 @@ function renderFailures(parent, { study }) {
   if (!failed.length) return;
   const place = section(parent, "failed", "Runs that failed", ["They are in none of the tables and curves. ", el("code", {}, "hacrl study"), " tries them again when it is called again."]);
   for (const run of failed) {
-    place.append(el("div", { class: "failure" }, el("h3", {}, `${run.pair}, ${run.variant}, seed ${run.seed}`), el("pre", {}, String(run.error || "no reason was given").slice(0, 5000))));
+    place.append(el("div", { class: "failure" }, el("h3", {}, `${run.team}, ${run.variant}, seed ${run.seed}`), el("pre", {}, String(run.error || "no reason was given").slice(0, 5000))));
   }
 }
 
 const interval = (low, high, format) => (known(low) && known(high) ? el("span", { class: "interval" }, `${format(low)} to ${format(high)}`) : null);
 
-function byPair(study, rows) {
-  return (study.pairs || []).map((pair) => [pair, rows.filter((row) => row.pair === pair)]).filter(([, own]) => own.length);
+function byTeam(study, rows) {
+  return (study.teams || []).map((team) => [team, rows.filter((row) => row.team === team)]).filter(([, own]) => own.length);
 }
 
-function agentsOf(study, pair) {
-  return [...new Set((study.agents || []).filter((row) => row.pair === pair).map((row) => row.agent))];
+function agentsOf(study, team) {
+  return [...new Set((study.agents || []).filter((row) => row.team === team).map((row) => row.agent))];
 }
 
 function pValue(p) {
@@ -69,14 +69,14 @@ function renderComparison(parent, { study, variants, variantName }) {
   if (seeds < 3) place.append(empty(`This study has ${plural(seeds, "seed")}: too few to tell a difference from chance. Take intervals and p as a rough guide, or add seeds.`));
   else if (seeds < 6) place.append(el("p", { class: "small" }, `With ${seeds} seeds p cannot be below ${2 / 2 ** seeds}, even before the correction: direction and size can be seen, significance cannot.`));
   renderDecisions(place, study.runs.flatMap((run) => (run.data ? [run.data] : [])));
-  if ((study.pairs || []).length > 1) renderOverview(place, study, variants, variantName);
+  if ((study.teams || []).length > 1) renderOverview(place, study, variants, variantName);
   const rows = study.agents || [];
   if (!rows.length) { place.append(empty("No run is done yet.")); return; }
-  for (const [pair, own] of byPair(study, rows)) {
-    const agents = agentsOf(study, pair);
+  for (const [team, own] of byTeam(study, rows)) {
+    const agents = agentsOf(study, team);
     const lines = [];
     for (const agent of [...agents, "all"]) {
-      const compared = (study.comparisons || []).filter((row) => row.pair === pair && row.agent === agent);
+      const compared = (study.comparisons || []).filter((row) => row.team === team && row.agent === agent);
       if (agent === "all" && (agents.length < 2 || !compared.length)) continue;
       let first = true;
       for (const variant of variants) {
@@ -101,21 +101,21 @@ function renderComparison(parent, { study, variants, variantName }) {
     const noted = lines.some((line) => line.cells.at(-1).text);
     const head = ["agent", "variant", "start", sampled ? "final, sampled" : "final accuracy", "difference, points", "p (Holm)", "effect", "seeds won : lost", ...(noted ? ["note"] : [])];
     for (const line of lines) line.cells.length = head.length;
-    place.append(table(head, lines, { className: "grouped", caption: (study.pairs || []).length > 1 ? String(pair) : undefined, textColumns: 2 }));
+    place.append(table(head, lines, { className: "grouped", caption: (study.teams || []).length > 1 ? String(team) : undefined, textColumns: 2 }));
   }
 }
 
-// All pairs at a glance: the mean of the agents' differences.
+// All teams at a glance: the mean of the agents' differences.
 function renderOverview(place, study, variants, variantName) {
   const rows = study.comparisons || [];
   if (!rows.length) return;
-  const overall = rows.some((row) => row.pair === "all") ? ["all"] : []; // the agents of all pairs together
-  const head = ["variant", ...study.pairs.map(String), ...overall.map(() => "all pairs")];
-  const lines = variants.filter((variant) => variant !== study.baseline).map((variant) => [variantName(variant), ...[...study.pairs, ...overall].map((pair) => {
-    const own = rows.filter((row) => row.pair === pair && row.variant === variant);
+  const overall = rows.some((row) => row.team === "all") ? ["all"] : []; // the agents of all teams together
+  const head = ["variant", ...study.teams.map(String), ...overall.map(() => "all teams")];
+  const lines = variants.filter((variant) => variant !== study.baseline).map((variant) => [variantName(variant), ...[...study.teams, ...overall].map((team) => {
+    const own = rows.filter((row) => row.team === team && row.variant === variant);
     return { text: differenceCell(own.find((row) => row.agent === "all") || (own.length === 1 ? own[0] : null)) };
   })]);
-  place.append(table(head, lines, { className: "overview", caption: `Difference to ${study.baseline} in points, mean of the agents of each pair` }));
+  place.append(table(head, lines, { className: "overview", caption: `Difference to ${study.baseline} in points, mean of the agents of each team` }));
 }
 
 function renderForest(parent, { study, variants, variantColour }) {
@@ -125,14 +125,14 @@ function renderForest(parent, { study, variants, variantColour }) {
   const ends = rows.flatMap((row) => [row.difference, row.low, row.high]).filter(known).map((value) => 100 * value);
   const range = extent([ends, [0]], { least: 1, pad: 0.06 });
   const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": "440px" } }));
-  for (const [pair, own] of byPair(study, rows)) {
+  for (const [team, own] of byTeam(study, rows)) {
     const items = [];
-    for (const agent of [...agentsOf(study, pair), "all"]) {
+    for (const agent of [...agentsOf(study, team), "all"]) {
       const shown = variants.map((variant) => own.find((row) => row.agent === agent && row.variant === variant)).filter(Boolean);
       if (shown.length) items.push({ heading: agent === "all" ? "mean of the agents" : agent }, ...shown.map((row) => ({ row })));
     }
     addFigure(grid, {
-      title: (study.pairs || []).length > 1 ? String(pair) : `Points of accuracy more than ${study.baseline}`,
+      title: (study.teams || []).length > 1 ? String(team) : `Points of accuracy more than ${study.baseline}`,
       height: 58 + 21 * items.length,
       numbered: false, // they stand in the table above
       build: (width) => forest(width, items, range, variants, variantColour),
@@ -176,16 +176,16 @@ function renderAccounting(parent, { study, variantName }) {
   const gpuTime = (cell) => (onGpus ? [cell] : []);
   const anyForward = rows.some((row) => row.tokens_forward);
   const forward = (cell) => (anyForward ? [cell] : []);
-  for (const [pair, own] of byPair(study, rows)) {
+  for (const [team, own] of byTeam(study, rows)) {
     place.append(table(["variant", "agent", "rollouts", "tokens sampled", "tokens trained", ...forward("tokens forward"), "updates", "time", ...gpuTime("GPU time"), "sampling", "learning", "memory, GiB"],
       own.flatMap((row) => {
-        const agents = (study.agents || []).filter((each) => each.pair === pair && each.variant === row.variant && each.accounting);
+        const agents = (study.agents || []).filter((each) => each.team === team && each.variant === row.variant && each.accounting);
         const costs = (each) => [count(each.rollouts), count(each.tokens), count(each.tokens_trained), ...forward(count(each.tokens_forward)), count(each.updates)];
         return [
           { class: "first", cells: [variantName(row.variant), el("b", {}, "in all"), ...costs(row), duration(row.seconds), ...gpuTime(row.gpu_seconds == null ? "–" : duration(row.gpu_seconds)), "", "", fixed(row.peak_memory_gib, 2)] },
-          ...agents.map((each) => [el("span", { class: "hidden" }, String(row.variant)), agentName(each.agent, agentsOf(study, pair).indexOf(each.agent)), ...costs(each.accounting), "", ...gpuTime(""), duration(each.accounting.sample_seconds), duration(each.accounting.learn_seconds), fixed(each.accounting.peak_memory_gib, 2)]),
+          ...agents.map((each) => [el("span", { class: "hidden" }, String(row.variant)), agentName(each.agent, agentsOf(study, team).indexOf(each.agent)), ...costs(each.accounting), "", ...gpuTime(""), duration(each.accounting.sample_seconds), duration(each.accounting.learn_seconds), fixed(each.accounting.peak_memory_gib, 2)]),
         ];
-      }), { className: "grouped", caption: (study.pairs || []).length > 1 ? String(pair) : undefined, textColumns: 2 }));
+      }), { className: "grouped", caption: (study.teams || []).length > 1 ? String(team) : undefined, textColumns: 2 }));
   }
 }
 
@@ -199,14 +199,14 @@ function renderCurves(parent, { study, variants, variantColour, variantDash }) {
     for (const figure of drawn) if (figure?.drawn) draw(figure, true);
   }));
   place.append(legend(variants.map((variant) => ({ name: variant === study.baseline ? `${variant} (baseline)` : String(variant), colour: variantColour(variant), kind: "line" }))));
-  for (const [pair, own] of byPair(study, study.curves)) {
-    if ((study.pairs || []).length > 1) place.append(el("h3", { class: "pair" }, String(pair)));
+  for (const [team, own] of byTeam(study, study.curves)) {
+    if ((study.teams || []).length > 1) place.append(el("h3", { class: "team" }, String(team)));
     const grid = place.appendChild(el("div", { class: "figures", vars: { "--least": "380px" } }));
     const agents = [...new Set(own.map((curve) => curve.agent))];
     for (const agent of agents) {
       const curves = variants.map((variant) => own.find((curve) => curve.agent === agent && curve.variant === variant)).filter(Boolean);
       drawn.push(addFigure(grid, {
-        title: el("span", {}, agentName(agent, agents.indexOf(agent), "wraps"), (study.pairs || []).length > 1 ? ` in ${pair}` : ""),
+        title: el("span", {}, agentName(agent, agents.indexOf(agent), "wraps"), (study.teams || []).length > 1 ? ` in ${team}` : ""),
         read: "The higher line at the same place has made more of the same effort.",
         height: 290,
         build: (width, height) => {
@@ -223,7 +223,7 @@ function renderCurves(parent, { study, variants, variantColour, variantDash }) {
   }
 }
 
-// One run of the study in detail, chosen by pair, variant and seed.
+// One run of the study in detail, chosen by team, variant and seed.
 function renderChosen(parent, { study }, packed, maxMb) {
   const place = section(parent, "run", "One run in detail", "Choose a run; everything below belongs to it.");
   const there = study.runs.map((run, index) => ({ ...run, index })).filter((run) => run.data);
@@ -234,17 +234,17 @@ function renderChosen(parent, { study }, packed, maxMb) {
     select.addEventListener("change", show);
     return select;
   };
-  const fields = { pair: field("pair"), variant: field("variant"), seed: field("seed") };
+  const fields = { team: field("team"), variant: field("variant"), seed: field("seed") };
   const shared = there.find((run) => run.data.shares && run.data.agents.length > 1 && run.status === "done") || there[0];
   for (const name of Object.keys(fields)) fields[name].value = String(shared[name]);
   place.append(el("form", { class: "filters", "aria-label": "Choose a run", onsubmit: (event) => event.preventDefault() },
-    el("label", {}, "Pair", fields.pair), el("label", {}, "Variant", fields.variant), el("label", {}, "Seed", fields.seed)), host);
+    el("label", {}, "Team", fields.team), el("label", {}, "Variant", fields.variant), el("label", {}, "Seed", fields.seed)), host);
   function show() {
     forget(host);
     const run = there.find((each) => Object.keys(fields).every((name) => String(each[name]) === fields[name].value));
     host.replaceChildren();
     if (!run) { host.append(empty("This run has not begun, or its folder is gone.")); browser = null; return; }
-    host.append(el("h3", { class: "chosen" }, `${run.pair} · ${run.variant} · seed ${run.seed}`), runFacts(run.data));
+    host.append(el("h3", { class: "chosen" }, `${run.team} · ${run.variant} · seed ${run.seed}`), runFacts(run.data));
     const part = host.appendChild(el("div", { class: "one-run" }));
     renderRun(part, run.data);
     renderRollouts(part, run.data, run.index, packed[run.index], maxMb);
