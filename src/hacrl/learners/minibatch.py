@@ -96,6 +96,8 @@ class Minibatch(Texts):
     """Factor of each rollout's term in the objective of the update."""
     length_factor_N: Tensor
     """Weight of each own rollout's KL that depends on its length."""
+    token_weight_NT: Tensor | None = None
+    """Factor of each token's term, 1 on average over a rollout, for algorithms with a term for each token; None: 1."""
     kl_weight: float = 0.0
     """Weight of the sum of KL divergences to the starting model."""
     entropy_weight: float = 0.0
@@ -163,7 +165,8 @@ class Minibatch(Texts):
         old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N = torch.stack(table).to(device)  # one transfer
         old_logp_NT, own_N = self.old_logp_NT.to(device), own_N.bool()
         per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
-        return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, None if added is None else added.to(device))
+        of_tokens = (None if table_NT is None else table_NT.to(device) for table_NT in (added, self.token_weight_NT))
+        return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, *of_tokens)
 
 
 def _padded(rows: Sequence[Sequence[float] | np.ndarray | None], completions: list[list[int]]) -> Tensor:
