@@ -12,7 +12,8 @@ from hacrl.errors import UserError, warn
 
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """How terms of own rollouts are corrected for the sampler, by TRL's names."""
-VLLM_LARGEST_RANK = 512
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM keeps room; adapters of a rank between two of them take that of the larger one."""
 CORRECTION = "vllm_importance_sampling_"
 RENAMED = (
     "`sampler_ratio_max: X` is now called `vllm_importance_sampling_clip_max: X`, with `vllm_importance_sampling_mode: "
@@ -153,8 +154,8 @@ class AgentConfig(Settings):
     @model_validator(mode="after")
     def _possible_engine(self) -> Self:
         if self.engine == "vllm":
-            if self.lora is not None and self.lora.r > VLLM_LARGEST_RANK:
-                raise ValueError(f"lora.r: vLLM takes adapters of rank {VLLM_LARGEST_RANK} at most, not {self.lora.r}")
+            if self.lora is not None and self.lora.r > VLLM_RANKS[-1]:
+                raise ValueError(f"lora.r: vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, not {self.lora.r}")
             if (self.top_p < 1 or self.top_k) and self.temperature != 1:
                 raise ValueError(
                     "engine: vllm reports log-probabilities before temperature or after top_p and top_k, and learning "
