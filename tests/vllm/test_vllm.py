@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -29,6 +32,7 @@ from hacrl.rollouts.vllm import VLLM, Memory, VLLMEngine
 from hacrl.run import train
 from hacrl.training.run_dir import RunDir
 
+ROOT = Path(__file__).parents[2]
 EAGER = {"enforce_eager": True}
 PROMPTS = ["12+7=", "3-45+6=", "99+1-2+3="]
 
@@ -242,3 +246,19 @@ def test_vllm_in_a_process_of_its_own(tmp_path: Path) -> None:
         train(run_config(run.path, agents=agents, execution="ray", ray={"on_failure": "stop"}))
     lines = metrics(run.path, ["llama"])
     assert [line["llama/num_updates"] for line in lines] == [2, 4]
+
+
+def test_the_comparison_on_a_gpu_runs_on_a_cpu_too() -> None:
+    """Its agents have threads there, in which vLLM must not work at the same time."""
+    sizes = {"shape": "tiny", "tokens": 32, "mean": 20, "prompts": 4, "generations": 4, "steps": 2}
+    given = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    command = [sys.executable, str(ROOT / "speed" / "vllm_colocated.py"), *given]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert printed.returncode == 0, printed.stderr
+    steps = re.findall(
+        r"step (\d), (\w+): .* largest gap ([0-9.e-]+), mean ratio ([0-9.]+), masked ([0-9.]+)", printed.stdout
+    )
+    assert [(step, agent) for step, agent, *_ in steps] == 2 * [
+        (s, agent) for s in "12" for agent in ("first", "second")
+    ]
+    assert all(float(gap) < 1e-3 and float(ratio) == 1 and float(masked) == 0 for *_, gap, ratio, masked in steps)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,9 @@ CHECKSUM_TOLERANCE = 1e-9
 PROBE_LENGTH = 16
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Largest difference of a log-probability after an update. Rounding stays far below it, wrong weights do not."""
+
+ONE_AT_A_TIME = threading.Lock()
+"""Held while a model samples. vLLM keeps the state of a pass in global variables, and agents on a CPU have threads."""
 
 Sums = dict[str, tuple[float, float]]
 Tokens = tuple[list[int], list[float]]
@@ -282,13 +286,14 @@ class VLLMEngine:
         return float((ours_T.cpu() - torch.tensor(self.sampler.logprobs(ids))).abs().max())
 
     def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
-        lost = self.sampler.wake()
-        try:
-            if lost or self._has != self.version():
-                self.refresh()
-            groups = self.sampler.generate(prompts, params, self.stop_ids, seed)
-        finally:
-            self.sampler.sleep()
+        with ONE_AT_A_TIME:
+            lost = self.sampler.wake()
+            try:
+                if lost or self._has != self.version():
+                    self.refresh()
+                groups = self.sampler.generate(prompts, params, self.stop_ids, seed)
+            finally:
+                self.sampler.sleep()
         advance(sum(map(len, groups)))
         ends = (self.stop_ids, params.stop)
         return [[cut_off(self.tokenizer, tokens, logps, *ends) for tokens, logps in group] for group in groups]
