@@ -101,7 +101,7 @@ test-vllm: .venv-vllm/.dev
 	.venv-vllm/bin/python -m pytest -o addopts=-q tests/vllm
 
 .venv-vllm/.dev: .venv-vllm/.installed pyproject.toml
-	.venv-vllm/bin/$(PIP_INSTALL) -e . ray pytest
+	.venv-vllm/bin/$(PIP_INSTALL) -e '.[lora]' ray pytest
 	touch $@
 
 # The example with TRL and the table of TRL's keys, against the real TRL. The folder tests stays out of the search path:

@@ -330,7 +330,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
             "algorithm": {"name": "hacpo", "delta": 1.0, "imitation": {"when": "end", "min_reward": 0.0}},
             "agents": [
                 {"id": "chars", "model": "zoo:llama-plus", "max_completion_length": 24},
-                {"id": "pairs", "model": "zoo:neox-pair", "recompute_logprobs": True, "sampler_ratio_max": 2.0},
+                {"id": "pairs", "model": "zoo:neox-pair", "vllm_importance_sampling_correction": True},
             ],
             "task": {
                 "train": data,

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hacrl.agents.loading import resolve_model
+from hacrl.agents.model import check_vllm
 from hacrl.config import RunConfig
 from hacrl.config.given import GIVEN
 from hacrl.config.settings import apply_overrides, find_item, preset_names, read_source, with_overrides
@@ -170,6 +171,8 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
     for agent in config.agents:
         resolve_model(agent.model, f"agents.{agent.id}.model")
         refuse_damaged_model(f"agents.{agent.id}.model", agent.model)
+        if agent.engine == "vllm" and config.execution == "local":
+            check_vllm(agent)
     task, remarks = build_task(config.task, config.seed)
     told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
     remarks += [sentence for sentence in told if sentence]

@@ -1,5 +1,7 @@
 """A run's config: defaults, what is refused and how, overrides, presets."""
 
+import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ import yaml
 
 from hacrl.algorithms import ALGORITHMS, GSPO, HACPO, RFT, Imitation, RobustHACPO
 from hacrl.config import AgentConfig, RunConfig, parse_algorithm
+from hacrl.config.agent import CORRECTION
 from hacrl.config.settings import PRESETS, apply_overrides, preset_names
 from hacrl.config.task import TaskConfig
 from hacrl.errors import UserError
+from hacrl.training.run_dir import RunDir
 
 PAIR = [{"id": "a", "model": "zoo:llama-weak"}, {"id": "b", "model": "zoo:llama-small"}]
 BASE: dict[str, Any] = {"algorithm": {"name": "hacpo"}, "agents": PAIR, "task": {"name": "arithmetic"}}
@@ -170,6 +174,26 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"agents": [{**PAIR[0], "engine": "vllm", "top_p": 0.9, "temperature": 0.8}]},
         ["agents.0", "with top_p or top_k use temperature: 1, or engine: native"],
+    ),
+    (
+        {"agents": [{**PAIR[0], "engine": "vllm", "lora": {"r": 600}}]},
+        ["agents.0", "vLLM takes adapters of rank 512 at most, not 600"],
+    ),
+    (
+        {"agents": [{**PAIR[0], "vllm_importance_sampling_correction": True, "recompute_logprobs": False}]},
+        ["vllm_importance_sampling_correction", "leave recompute_logprobs out"],
+    ),
+    (
+        {"agents": [{**PAIR[0], "vllm_importance_sampling_clip_min": 3}]},
+        ["clip_min (3.0) must be less", "clip_max (3.0)"],
+    ),
+    (
+        {"agents": [{**PAIR[0], f"{CORRECTION}mode": "token_truncate", f"{CORRECTION}clip_max": None}]},
+        ["vllm_importance_sampling_mode", "set vllm_importance_sampling_clip_max"],
+    ),
+    (
+        {"sampler_ratio_max": 2, "vllm_importance_sampling_clip_max": 3},
+        ["`sampler_ratio_max` is the old name of `vllm_importance_sampling_clip_max`, and both are there"],
     ),
     ({"agents": [{**PAIR[0], "num_generations": True}]}, ["agents.0", "num_generations is a number, not true"]),
     ({"task": "gym:chain_sum"}, ["task: expected a section, not 'gym:chain_sum'", "write task.name=gym:chain_sum"]),
@@ -632,3 +656,36 @@ def test_a_part_of_imitation_keeps_the_rest_of_the_algorithms_own_defaults() -> 
         imitation=Imitation(when="end", restart=True, rate=1.0)
     )
     assert parse_algorithm({"name": "gspo", "imitation": {"rate": 1.0}}) == GSPO(imitation=Imitation(rate=1.0))
+
+
+def test_the_old_name_of_the_sampler_correction_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Given by a user, with a warning; in the files of earlier runs, where it may be null, without one."""
+    agents = [{**PAIR[0], "sampler_ratio_max": 4}, PAIR[1]]
+    with caplog.at_level(logging.WARNING, "hacrl"):
+        config = RunConfig.from_dict({**BASE, "agents": agents, "sampler_ratio_max": 2, "output_dir": str(tmp_path)})
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("config: `sampler_ratio_max: X` is now called `vllm_importance_sampling_clip_max: X`")
+    assert [agent.vllm_importance_sampling_clip_max for agent in config.agents] == [4.0, 2.0]
+    for agent in config.agents:
+        assert agent.corrects_sampler
+        assert agent.recomputes_logprobs
+        assert agent.vllm_importance_sampling_mode == "token_truncate"
+    caplog.clear()
+    earlier = {**BASE, "agents": agents, "sampler_ratio_max": None}
+    (tmp_path / "config.yaml").write_text(json.dumps(earlier), encoding="utf-8")
+    config = RunDir(tmp_path).config()
+    assert [agent.corrects_sampler for agent in config.agents] == [True, False]
+    assert not caplog.records
+
+
+def test_the_sampler_is_corrected_for_by_default_with_vllm_only() -> None:
+    def corrected(**settings: Any) -> tuple[bool, bool]:
+        agent = RunConfig.from_dict({**BASE, **settings}).agents[0]
+        return agent.corrects_sampler, agent.recomputes_logprobs
+
+    assert corrected() == (False, False)
+    assert corrected(dtype="bfloat16") == (False, True)
+    assert corrected(engine="vllm") == (True, True)
+    assert corrected(engine="vllm", recompute_logprobs=False) == (False, False)
+    assert corrected(engine="vllm", vllm_importance_sampling_correction=False) == (False, False)
+    assert corrected(vllm_importance_sampling_correction=True) == (True, True)

@@ -53,7 +53,9 @@ TRAIN = f"{TINY} output_dir=out"
 OPTIONS = (
     "algorithm.beta=0.04 num_iterations=2 temperature=0.9 top_p=0.95 top_k=10 mask_truncated_completions=true "
     "lr_scheduler_type=cosine warmup_steps=1 weight_decay=0.1 micro_batch_size=8 agents.neox-pair.num_generations=6 "
-    "eval_samples=2 keep_best=true save_every=1 save_total_limit=1 recompute_logprobs=true sampler_ratio_max=2"
+    "eval_samples=2 keep_best=true save_every=1 save_total_limit=1 recompute_logprobs=true "
+    "vllm_importance_sampling_correction=true vllm_importance_sampling_mode=token_truncate "
+    "vllm_importance_sampling_clip_max=2"
 )
 INTERRUPTED = "save_every=2 save_final=false"
 """There is no checkpoint of step 3, so a run that is resumed does this step again."""

@@ -834,18 +834,39 @@ def test_activations_that_do_not_fit_are_computed_again(
     assert in_twos.learner.policy.backbone.checkpointing
 
 
-def test_own_rollouts_are_weighed_by_what_sampled_them(sampled: list[list[Rollout]]) -> None:
-    """The sampler recorded log-probabilities that are off by so much per token; weights are truncated at 2."""
-    shifts = [0.1, -0.3, 1.5]
+SHIFTS = [0.02, -0.3, 0.15]
+"""By how much the sampler's log-probabilities are too low, per token: alternately for rollouts."""
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("algorithm", [GSPO(), GRPO(loss_type="dapo"), TOPR()], ids=lambda kind: kind.name)
+def test_own_rollouts_are_corrected_for_what_sampled_them(
+    algorithm: Algorithm, mode: str, sampled: list[list[Rollout]]
+) -> None:
+    """All tokens of a rollout have the same shift, so that its weight is known; bounds are 0.9 and 1.1."""
     changed = [
-        dataclasses.replace(rollout, logps=[logp - shifts[n % 3] for logp in rollout.logps])
+        dataclasses.replace(rollout, logps=[logp - SHIFTS[n % 3] for logp in rollout.logps])
         for n, rollout in enumerate(sampled[0])
     ]
     lesson = lesson_of(changed, advantages=[1.0, -1.0])
-    settings = {"recompute_logprobs": True, "max_logprob_gap": 10.0}
-    result = make_agent(GSPO(), sampler_ratio_max=2.0, **settings).learn(lesson)
-    expected = [min(math.exp(shifts[row % 3]), 2.0) / len(changed) for row in result.records["row"].tolist()]
+    settings: dict[str, Any] = {"recompute_logprobs": True, "max_logprob_gap": 10.0}
+    correction = {"correction": True, "mode": mode, "clip_max": 1.1, "clip_min": 0.9}
+    correction = {f"vllm_importance_sampling_{name}": value for name, value in correction.items()}
+    plain = make_agent(algorithm, **settings).learn(lesson)
+    result = make_agent(algorithm, **settings, **correction).learn(lesson)
+    factors, counts, beyond = [], [], []
+    for row in result.records["row"].tolist():
+        tokens = len(changed[row].token_ids)
+        ratio = math.exp(SHIFTS[row % 3] * (tokens if mode.startswith("sequence") else 1))
+        beyond.append(not 0.9 <= ratio <= 1.1)
+        truncated = min(max(ratio, 0.9), 1.1)
+        factors.append(truncated if mode.endswith("truncate") else 0.0 if beyond[-1] else ratio)
+        counts.append(1 if mode.startswith("sequence") else tokens)
+    expected = [factor * weight for factor, weight in zip(factors, plain.records["mean_weight"].tolist(), strict=True)]
     assert result.records["mean_weight"].tolist() == pytest.approx(expected, rel=1e-5)
-    assert result.metrics["sampler_ratio"] == pytest.approx(sum(expected), rel=1e-5)
-    plain = make_agent(GSPO(), **settings).learn(lesson)
-    assert set(plain.records["mean_weight"].tolist()) == {1 / len(changed)}
+    name = "sampling/importance_sampling_ratio"
+    assert result.metrics[f"{name}/mean"] == pytest.approx(np.average(factors, weights=counts), rel=1e-5)
+    assert result.metrics[f"{name}/clipped"] == pytest.approx(np.average(beyond, weights=counts), rel=1e-5)
+    assert f"{name}/mean" not in plain.metrics
+    objective = sum(result.records["objective"] * result.records["mean_weight"])
+    assert result.metrics["loss"] == pytest.approx(-float(objective), rel=1e-5)

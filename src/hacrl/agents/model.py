@@ -5,26 +5,52 @@ from pathlib import Path
 
 from torch import nn
 
-from hacrl.agents.loading import Bases, limits_of, load_base, load_model, load_tokenizer, source_of
+from hacrl.agents.loading import (
+    Bases,
+    limits_of,
+    load_base,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    positions_of,
+    source_of,
+)
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
+from hacrl.errors import UserError
 from hacrl.learners.lora import Adapter, base_model, with_same_weights
 from hacrl.learners.weights import MasterWeights, Weights, cast_parameters
 from hacrl.rollouts.engine import Engine
 from hacrl.rollouts.engines import engine_of
 from hacrl.rollouts.reader import Reader
-from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine
+from hacrl.rollouts.vllm import VLLM, Sampler, VLLMEngine, require_vllm
 from hacrl.seeding import ADAPTER, derive_seed
 from hacrl.signs import doing
 from hacrl.sources.policy import PolicySource
 
 
-def vllm_of(config: AgentConfig) -> VLLM:
-    """Start vLLM with an agent's model, in this process."""
+def vllm_of(config: AgentConfig, beside: bool = False) -> VLLM:
+    """Start vLLM with an agent's model, in this process; `beside`: the agent is in this process too."""
+    check_vllm(config)
     length = config.max_prompt_length + config.max_completion_length
     limits = length, config.sampling_batch_size, config.temperature
     with doing(f"starting vLLM with {config.model}"):
-        return VLLM(source_of(config), config.dtype, *limits, config.vllm)
+        try:
+            return VLLM(base_model(source_of(config)), config.dtype, *limits, config.vllm, config.lora, beside)
+        except ValueError as error:  # an option or a kind of model that it does not know, too little memory
+            raise UserError(f"agents.{config.id}: vLLM refuses to start: {' '.join(str(error).split())}") from error
+
+
+def check_vllm(config: AgentConfig) -> None:
+    """Raise UserError if vLLM cannot run here, or not with texts as long as this; no weights are read."""
+    require_vllm()
+    positions, wanted = positions_of(load_model_config(config)), config.max_prompt_length + config.max_completion_length
+    if positions is not None and wanted > positions:
+        raise UserError(
+            f"agents.{config.id}: max_prompt_length ({config.max_prompt_length}) and max_completion_length "
+            f"({config.max_completion_length}) allow {wanted} tokens, but {config.model} has {positions} positions, "
+            "beyond which vLLM does not go. Lower one of them."
+        )
 
 
 class AgentModel:
@@ -69,7 +95,7 @@ class AgentModel:
         """A source that samples from the model. `version` counts updates; `sampler` is a vLLM that runs elsewhere."""
         engine: Engine
         if self.config.engine == "vllm":
-            vllm = sampler or vllm_of(self.config)
+            vllm = sampler or vllm_of(self.config, beside=True)
             engine = VLLMEngine(vllm, self.model, self.tokenizer, self.reader.stop_ids, version)
         else:
             engine = engine_of(self.policy, self.tokenizer)

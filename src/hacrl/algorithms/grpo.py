@@ -27,6 +27,8 @@ def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_t
         lower, upper = 1 - epsilon, 1 + epsilon_high
         weight_NT = clipped_ratio(ratio_NT, advantage_NT, epsilon, epsilon_high)
         objective_NT, kept_NT = clipped_minimum(ratio_NT, advantage_NT, epsilon, epsilon_high)
+    if sequences.token_weight_NT is not None:
+        weight_NT, objective_NT = weight_NT * sequences.token_weight_NT, objective_NT * sequences.token_weight_NT
     objective_N, log_ratio_N = mean_over_tokens(objective_NT, mask_NT), mean_over_tokens(log_ratio_NT, mask_NT)
     weight_N = mean_over_tokens(weight_NT, mask_NT)
     return banded(objective_N, log_ratio_N, lower, upper, (kept_NT & mask_NT).any(1), weight_N)

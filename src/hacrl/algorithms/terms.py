@@ -32,6 +32,9 @@ class Sequences:
     """Token log-probabilities at sampling; with another tokenizer, the source's sum spread evenly over tokens."""
     token_advantage_NT: Tensor | None = None
     """Added to `advantage_N` at each token, 0 after the last token; None adds nothing."""
+    token_weight_NT: Tensor | None = None
+    """Factor of each token's term, 1 on average over a rollout; None: 1. It corrects for what sampled each token. Only
+    algorithms with a term for each token use it, because the weight of whole rollouts is corrected elsewhere."""
 
     @property
     def advantage_NT(self) -> Tensor:

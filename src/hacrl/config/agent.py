@@ -8,6 +8,17 @@ from pydantic import Field, model_validator
 
 from hacrl.config.starting import agents_of
 from hacrl.config.strict import Count, Few, Label, Length, Options, Size, Strict
+from hacrl.errors import UserError, warn
+
+SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+"""How terms of own rollouts are corrected for the sampler, by TRL's names."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM keeps room; adapters of a rank between two of them take that of the larger one."""
+CORRECTION = "vllm_importance_sampling_"
+RENAMED = (
+    "`sampler_ratio_max: X` is now called `vllm_importance_sampling_clip_max: X`, with `vllm_importance_sampling_mode: "
+    "token_truncate` and `vllm_importance_sampling_correction: true`. It is still read; please rename it."
+)
 
 
 class LoraConfig(Strict):
@@ -112,13 +123,20 @@ class Settings(ModelSettings):
     max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities; beyond it the run ends."""
     recompute_logprobs: bool | None = None
-    """Take old log-probabilities of own rollouts from the learner, not the sampler; default: if dtype is bfloat16."""
+    """Take old log-probabilities of own rollouts from the learner, not the sampler; default: if dtype is bfloat16, or
+    with `vllm_importance_sampling_correction`."""
     engine: Literal["native", "vllm"] = "native"
     """`native` samples from the trained weights, `vllm` from a copy with vLLM."""
     vllm: Options = {}
     """Options passed to vllm.LLM, for example {gpu_memory_utilization: 0.4}."""
-    sampler_ratio_max: Annotated[float, Field(ge=1, le=1e6)] | None = None
-    """Weigh own rollouts by their probability for the learner over that for the sampler, at most this; null: no."""
+    vllm_importance_sampling_correction: bool | None = None
+    """Multiply terms of own rollouts by the learner's probability over the sampler's; default: with `engine: vllm`."""
+    vllm_importance_sampling_mode: SamplerCorrection = "sequence_mask"
+    """Ratios of each `token` or of whole answers (`sequence`), cut at the bounds (`truncate`) or 0 beyond (`mask`)."""
+    vllm_importance_sampling_clip_max: Annotated[float, Field(gt=0, le=1e6)] | None = 3.0
+    """Upper bound of these ratios; null: none."""
+    vllm_importance_sampling_clip_min: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Lower bound of these ratios; null: none."""
     resources: AgentResources = AgentResources()
     """Resources that the agent takes from a Ray cluster, with `execution: ray`."""
     fsdp: Few = 1
@@ -136,8 +154,8 @@ class AgentConfig(Settings):
     @model_validator(mode="after")
     def _possible_engine(self) -> Self:
         if self.engine == "vllm":
-            if self.lora is not None:
-                raise ValueError("engine: vllm samples from whole weights; use engine: native with lora")
+            if self.lora is not None and self.lora.r > VLLM_RANKS[-1]:
+                raise ValueError(f"lora.r: vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, not {self.lora.r}")
             if (self.top_p < 1 or self.top_k) and self.temperature != 1:
                 raise ValueError(
                     "engine: vllm reports log-probabilities before temperature or after top_p and top_k, and learning "
@@ -145,8 +163,17 @@ class AgentConfig(Settings):
                 )
         elif self.resources.sampler is not None:
             raise ValueError("resources.sampler is the process of vLLM: add engine: vllm, or leave it out")
-        if self.sampler_ratio_max is not None and not self.recomputes_logprobs:
-            raise ValueError("sampler_ratio_max compares with the learner's own: add recompute_logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _possible_correction(self) -> Self:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if self.corrects_sampler and not self.recomputes_logprobs:
+            raise ValueError(f"{CORRECTION}correction needs the learner's own: leave recompute_logprobs out")
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"{CORRECTION}clip_min ({low}) must be less than {CORRECTION}clip_max ({high})")
+        if low is None and high is None and self.vllm_importance_sampling_mode.endswith("truncate"):
+            raise ValueError(f"{CORRECTION}mode: to truncate, set {CORRECTION}clip_max or {CORRECTION}clip_min")
         return self
 
     @model_validator(mode="after")
@@ -160,9 +187,38 @@ class AgentConfig(Settings):
         return self
 
     @property
+    def corrects_sampler(self) -> bool:
+        """Whether terms of own rollouts are multiplied by the learner's probability over the sampler's."""
+        if self.vllm_importance_sampling_correction is None:
+            return self.engine == "vllm" and self.recompute_logprobs is not False
+        return self.vllm_importance_sampling_correction
+
+    @property
     def recomputes_logprobs(self) -> bool:
         """Whether the learner computes the old log-probabilities of its own rollouts anew."""
-        return self.dtype == "bfloat16" if self.recompute_logprobs is None else self.recompute_logprobs
+        if self.recompute_logprobs is None:
+            return self.dtype == "bfloat16" or self.corrects_sampler
+        return self.recompute_logprobs
+
+
+def with_current_names(data: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Copy the settings of a run, with the current names of renamed ones; warn if `where` names data of the user."""
+    agents, found = data.get("agents"), False
+    parts = [data, *(agents if isinstance(agents, list | tuple) else [])]
+    for n, part in enumerate(parts):
+        if not isinstance(part, dict) or "sampler_ratio_max" not in part:
+            continue
+        parts[n] = new = {key: value for key, value in part.items() if key != "sampler_ratio_max"}
+        if part["sampler_ratio_max"] is None:  # so it stands in the files of earlier runs
+            continue
+        found = True
+        if both := [key for key in new if key.startswith(CORRECTION) and key != f"{CORRECTION}correction"]:
+            raise UserError(f"{where}: `sampler_ratio_max` is the old name of `{both[0]}`, and both are there.")
+        new |= {f"{CORRECTION}correction": True, f"{CORRECTION}mode": "token_truncate"}
+        new[f"{CORRECTION}clip_max"] = part["sampler_ratio_max"]
+    if found and where:
+        warn(f"{where}: {RENAMED}")
+    return {**parts[0], "agents": parts[1:]} if len(parts) > 1 else parts[0]
 
 
 def with_ids(settings: dict[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,11 @@ OPTIMIZERS = {
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "auto": None}
 NEEDS = {
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), "use_peft"),
-    **dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_max_model_length"), "use_vllm"),
-    "vllm_importance_sampling_clip_max": "use_vllm",
+    **dict.fromkeys([key for key in TRL_KEYS if key.startswith("vllm_") and key not in REASONS], "use_vllm"),
 }
 """Keys that TRL reads only if another one is true."""
+NO_BOUND = "vllm_importance_sampling_clip_max"
+"""The key of TRL whose value may be null although its default is a number."""
 BATCHES = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -139,9 +140,8 @@ def translate(
     _models_and_data(found, values, models, data)
     _rewards(found, values, reward)
     _algorithm(found, values)
-    if values.get("use_peft") and values.get("use_vllm"):
-        why = "vLLM samples from whole weights; with lora the built-in sampler is used"
-        found.left_out |= {key: why for key in values if key == "use_vllm" or NEEDS.get(key) == "use_vllm"}
+    if values.get("use_vllm") and given.get(NO_BOUND, 0) is None:  # null is TRL's word for no bound, and ours
+        found.put(NO_BOUND, None, NO_BOUND)
     for key in [*SAME, *RENAMED]:
         if key in values and key not in (*SIZES, *found.taken, *found.left_out):
             _take(found, key, values)

@@ -33,7 +33,8 @@ GROUPS = {
     "Learning": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
         *("adam_epsilon", "max_grad_norm", "num_iterations", "mask_truncated_completions", "log_kl"),
-        *("max_logprob_gap", "recompute_logprobs", "sampler_ratio_max"),
+        *("max_logprob_gap", "recompute_logprobs", "vllm_importance_sampling_correction"),
+        *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
     ),
     "Memory, precision, devices": (
         *("device", "dtype", "lora", "optimizer", "optimizer_offload", "micro_batch_size"),

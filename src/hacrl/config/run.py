@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field, InstanceOf, PlainSerializer, field_validator, model_validator
 
 from hacrl.algorithms import Algorithm, RobustHACPO
-from hacrl.config.agent import AgentConfig, Settings, with_ids
+from hacrl.config.agent import AgentConfig, Settings, with_current_names, with_ids
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
 from hacrl.config.sources import SourceConfig
@@ -162,6 +162,10 @@ class RunConfig(TeamConfig, Settings):
     """1: agents sample the next step's rollouts before they learn from this step's."""
     output_dir: str = "runs/default"
     """Folder of the run; it must be new or empty."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "config") -> Self:
+        return super().from_dict(with_current_names(data, where), where)
 
     @field_validator("algorithm", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ SAME = (
     *("learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "gradient_checkpointing", "num_iterations", "max_completion_length", "max_prompt_length"),
     *("temperature", "top_p", "top_k", "chat_template_kwargs", "mask_truncated_completions", "num_generations"),
+    *(f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")),
     *("trust_remote_code", "save_total_limit", "report_to", "seed", "output_dir"),
 )
 """Keys with our name and meaning."""
@@ -20,6 +21,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "use_vllm": ("engine", "true is vllm"),
     "vllm_gpu_memory_utilization": ("vllm.gpu_memory_utilization", "needs engine: vllm"),
     "vllm_max_model_length": ("vllm.max_model_len", "needs engine: vllm"),
+    "vllm_enable_sleep_mode": ("vllm.enable_sleep_mode", "on by default, where vLLM shares a GPU with its agent"),
     "dataset_name": ("task.train", "a file, a folder or a hub id"),
     "dataset_config": ("task.subset", "for data of the hub"),
     "dataset_train_split": ("task.train_split", "for data of the hub"),
@@ -58,7 +60,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "save_strategy": ("save_every", "no is 0, which saves at the end only"),
     "eval_steps": ("eval_every", "TRL counts updates; here they are steps"),
     "eval_strategy": ("eval_every", "needs task.eval"),
-    "vllm_importance_sampling_clip_max": ("sampler_ratio_max", "with recompute_logprobs; by token, as token_truncate"),
+    "vllm_importance_sampling_cap": ("vllm_importance_sampling_clip_max", "its old name in TRL too"),
 }
 """Keys whose name, place or unit differs: what ours is called, and how to get its value."""
 
@@ -89,11 +91,9 @@ LEFT_OUT: dict[str, str] = {
         cache_implementation use_cache use_transformers_continuous_batching transformers_continuous_batching_config
         use_transformers_paged pad_to_multiple_of torch_empty_cache_steps""",
     "vLLM runs inside hacrl; options of vllm.LLM go into the section vllm": """
-        vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_server_base_url vllm_server_host vllm_server_port
+        vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port
         vllm_server_timeout vllm_group_port vllm_tensor_parallel_size""",
-    "recompute_logprobs and sampler_ratio_max correct for a sampler that differs from the learner": """
-        vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_min
-        vllm_importance_sampling_cap off_policy_mask_threshold""",
+    "importance sampling corrects for a sampler that differs from the learner": "off_policy_mask_threshold",
     "this objective is not offered here": """
         sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
         multi_objective_aggregation top_entropy_quantile use_adaptive_entropy entropy_coef_min entropy_coef_max

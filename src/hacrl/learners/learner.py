@@ -13,9 +13,10 @@ from torch import Tensor
 from hacrl.algorithms import Algorithm, k3_kl
 from hacrl.config import AgentConfig
 from hacrl.decoder.policy import Policy, Score
+from hacrl.learners.gap import ahead_of, check_gap, correct_for_sampler, note_gap, note_gap_ahead
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.minibatch import Minibatch, Texts, texts_of
-from hacrl.learners.notes import Notes, StepNotes, ahead_of, check_gap, note_gap, note_gap_ahead, weigh_by_gap
+from hacrl.learners.notes import Notes, StepNotes
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.updating import Updater
 from hacrl.learners.weights import Weights
@@ -69,8 +70,8 @@ class Learner(Updater):
                 minibatch = self.weighted(rollouts[rows])
                 any_own = bool(minibatch.own_N.any())
                 own, foreign = self.needed(minibatch)
-                if self.config.sampler_ratio_max is not None:
-                    weigh_by_gap(own, self.config.sampler_ratio_max, notes)
+                if self.config.corrects_sampler:
+                    own = correct_for_sampler(own, self.config, notes)
                 notes.add(*self.add_gradients(self.batches(own), loss))
                 if step.first:
                     check_gap(self.config, lesson.step, notes)

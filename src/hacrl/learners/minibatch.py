@@ -99,6 +99,8 @@ class Minibatch(Texts):
     """Factor of each rollout's term in the objective of the update."""
     length_factor_N: Tensor
     """Weight of each own rollout's KL that depends on its length."""
+    token_weight_NT: Tensor | None = None
+    """Factor of each token's term, 1 on average over a rollout, for algorithms with a term for each token; None: 1."""
     kl_weight: float = 0.0
     """Weight of the sum of KL divergences to the starting model."""
     entropy_weight: float = 0.0
@@ -172,7 +174,8 @@ class Minibatch(Texts):
             old_length_N = torch.where(unknown_N, mask_NT.sum(1).double(), old_length_N)
             old_logp_NT = torch.where(unknown_N[:, None], current_NT, old_logp_NT)
         per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
-        return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, None if added is None else added.to(device))
+        of_tokens = (None if table_NT is None else table_NT.to(device) for table_NT in (added, self.token_weight_NT))
+        return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, *of_tokens)
 
 
 def _old_logps(rollout: Rollout, token_ids: list[int]) -> Sequence[float] | None:

@@ -1,4 +1,4 @@
-"""Figures and records that a learner collects while it learns, and the gap between its sampler and itself."""
+"""Figures and records that a learner collects while it learns."""
 
 import math
 from collections import defaultdict
@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hacrl.algorithms import Algorithm, Sequences, Terms
-from hacrl.config import AgentConfig
-from hacrl.errors import UserError
-from hacrl.learners.minibatch import Minibatch
+from hacrl.algorithms import Sequences, Terms
 
-MAX_CLIPPED_BEFORE_UPDATE = 0.05
+RATIO_MEAN, RATIO_CLIPPED = (f"sampling/importance_sampling_ratio/{what}" for what in ("mean", "clipped"))
+"""Names of metrics: the factors that correct for the sampler, and the share of ratios beyond their bounds."""
 
 
 class Notes:
@@ -127,59 +125,8 @@ class StepNotes:
             "tokens_forward": notes.sum("forward"),
             "loss": -float(np.mean(self.objectives)) if self.objectives else math.nan if self.nonfinite else 0.0,
         }
-        counts = {"entropy": "entropy_tokens", "sampler_ratio": "sampler_ratios", "kl": "kl_rollouts"}
+        counts = {"entropy": "entropy_tokens", "kl": "kl_rollouts"}
+        counts |= dict.fromkeys((RATIO_MEAN, RATIO_CLIPPED), "ratios")
         metrics |= {name: notes.sum(name) / notes.sum(count) for name, count in counts.items() if notes.sum(count)}
         metrics |= {name: float(np.mean(values)) for name, values in self._gradients.items()}
         return metrics | notes.logprob_gap()
-
-
-def note_gap(batch: Minibatch, sequences: Sequences, terms: Terms, notes: Notes) -> None:
-    """Note how far the recorded log-probabilities of own rollouts are from the learner's, before its first update."""
-    recorded_NT = batch.recorded_NT.to(sequences.logp_NT.device)
-    gap_NT = (sequences.logp_NT.detach() - recorded_NT).abs() * sequences.mask_NT
-    ratio_N = terms.log_ratio_N.exp()
-    clipped_N = (ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)
-    notes.note(gap=gap_NT.sum(), gap_max=gap_NT.max(), gap_tokens=batch.num_tokens)
-    notes.note(gap_clipped=clipped_N.sum(), gap_rollouts=len(batch))
-
-
-def note_gap_ahead(rollouts: Minibatch, algorithm: Algorithm, device: torch.device, notes: Notes) -> None:
-    """Note the gap for rollouts that the learner scored right after sampling, because it has been updated since."""
-    if rollouts.ahead_NT is None:
-        return
-    batch = rollouts.where(~rollouts.ahead_NT.isnan().any(1))
-    assert batch.ahead_NT is not None
-    mask_NT = torch.arange(batch.ahead_NT.shape[1]) < batch.length_N[:, None]
-    sequences = batch.sequences(batch.ahead_NT.to(device), mask_NT.to(device))
-    note_gap(batch, sequences, algorithm.terms(sequences, 0), notes)
-
-
-def ahead_of(rollouts: Minibatch) -> dict[int, np.ndarray]:
-    """The learner's log-probabilities of rollouts right after it sampled them, by row."""
-    if rollouts.ahead_NT is None:
-        return {}
-    rows = zip(rollouts.row_N.tolist(), rollouts.completions, rollouts.ahead_NT.numpy(), strict=True)
-    return {row: logp_T[: len(ids)] for row, ids, logp_T in rows if not np.isnan(logp_T).any()}
-
-
-def weigh_by_gap(own: Minibatch, largest: float, notes: Notes) -> None:
-    """Weigh own rollouts by their probability for the learner divided by that for the sampler, per token."""
-    for n, ids in enumerate(own.completions):
-        difference = (own.old_logp_NT[n, : len(ids)] - own.recorded_NT[n, : len(ids)]).numpy()
-        ratio = min(math.exp(float(np.mean(difference))), largest)
-        own.mean_weight_N[n] *= ratio
-        notes.note(sampler_ratio=ratio, sampler_ratios=1)
-
-
-def check_gap(config: AgentConfig, step: int, notes: Notes) -> None:
-    """Raise UserError, before any update, if the sampler and the learner do not have the same policy."""
-    found = notes.logprob_gap()
-    gap, clipped = found.get("logprob_gap", 0.0), found.get("logprob_gap_clipped", 0.0)
-    if gap > config.max_logprob_gap or clipped > MAX_CLIPPED_BEFORE_UPDATE:
-        recompute = "" if config.recomputes_logprobs else "recompute_logprobs: true, or "
-        raise UserError(
-            f"Agent {config.id}, step {step}: the log-probabilities recorded while sampling differ from the learner's "
-            f"by {gap:.2g} per token (max_logprob_gap is {config.max_logprob_gap}), and {clipped:.0%} of its own "
-            f"rollouts are outside the clip before any update (at most {MAX_CLIPPED_BEFORE_UPDATE:.0%} may be): ratios "
-            f"would be noise. Use dtype: float32, or {recompute}a wider algorithm.epsilon and epsilon_high."
-        )

@@ -11,14 +11,13 @@ import torch
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.config.settings import apply_overrides
 from hacrl.errors import UserError
+from hacrl.rollouts.vllm import SHARE
 from hacrl.training.plan import AgentPlan, Shapes, is_on_gpu, plan
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.2, "l40s": 44.4, "4090": 23.5}
 """Memory of GPUs in GiB, as CUDA reports it."""
 USABLE = 0.95
 """Share of a memory that a run may fill: the rest is for CUDA, the process and gaps between tensors."""
-VLLM_SHARE = 0.9
-"""Share of a GPU's memory that vLLM takes unless its options say otherwise."""
 COMPUTER = "this computer"
 GPU_COUNTS = (2, 4, 8)
 """Numbers of GPUs that a suggestion may ask for."""
@@ -194,7 +193,7 @@ def _of_vllm(agent: AgentConfig) -> float:
     """The share of the agent's GPU that vLLM takes; vLLM has a GPU of its own where `resources.sampler` is set."""
     if agent.engine != "vllm" or agent.resources.sampler is not None:
         return 0.0
-    return float(agent.vllm.get("gpu_memory_utilization", VLLM_SHARE))
+    return float(agent.vllm.get("gpu_memory_utilization", SHARE))
 
 
 def _halves(size: int) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel
 
 from hacrl.config import RunConfig
+from hacrl.config.agent import with_current_names
 from hacrl.config.settings import read_source
 from hacrl.errors import UserError, warn
 from hacrl.files import LINE_ADVICE, Kind, Line, each_line, read_lines, read_object
@@ -115,7 +116,7 @@ class RunDir:
 
     def config(self) -> RunConfig:
         """The resolved config, with this folder as its output_dir, wherever it was written."""
-        data, _ = read_source(self.config_file)
+        data = with_current_names(read_source(self.config_file)[0])
         return RunConfig.from_dict({**data, "output_dir": str(self.path)}, str(self.config_file))
 
     def write_config(self, config: RunConfig) -> None:
