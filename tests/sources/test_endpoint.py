@@ -354,7 +354,7 @@ def test_what_takes_too_long_is_left_out(teacher: Teacher, make: Make) -> None:
 def test_a_request_that_takes_too_long_fails(teacher: Teacher, make: Make) -> None:
     source = make(num_generations=1, endpoint={"timeout": 0.3, "max_retries": 0})
     found = metrics(source, given_one(teacher, source, Response(b"{}", wait=60)))
-    assert found["failed/timeout"] == 1, found
+    assert found["failed/too_slow"] == 1
 
 
 def test_closing_ends_a_step_that_waits(teacher: Teacher, make: Make) -> None:
@@ -439,7 +439,7 @@ def test_a_damaged_line_is_named(teacher: Teacher, make: Make) -> None:
         (Response(b"", 500), r" after 2 retries \(status_500\). Check that the server runs"),
         (Response(b'{"error": "wrong key"}', 401), r"\(status_401: \{\"error\": \"wrong key\"\}\). Check the key in"),
         (Response(b"<html>"), r"\(not_json\). Check endpoint.url: for most servers it ends with /v1"),
-        (Response(b"{}", wait=60), r"\(timeout\).*endpoint.timeout"),
+        (Response(b"{}", wait=60), r"\(too_slow\).*endpoint.timeout"),
     ],
 )
 def test_a_server_that_does_not_answer_ends_the_run_at_the_start(

@@ -31,7 +31,7 @@ SECRET_LENGTH = 8
 """Shorter keys are placeholders, such as EMPTY, which may occur in answers."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds before a request is sent again: the first pause, which doubles, and the longest."""
-AGAIN = ("connection", "timeout", "not_json", "status_408", "status_409", "status_429")
+AGAIN = ("connection", "too_slow", "not_json", "status_408", "status_409", "status_429")
 """Failures after which a request is sent again, besides errors of the server (5xx)."""
 
 
@@ -132,17 +132,17 @@ class Client:
                     if len(body) > largest:
                         raise Failure("too_large")
                     if time.monotonic() > deadline:
-                        raise Failure("timeout")
+                        raise Failure("too_slow")
         except Failure:
             raise
         except openai.APITimeoutError:
-            raise Failure("timeout") from None
+            raise Failure("too_slow") from None
         except openai.APIConnectionError as error:
             if isinstance(error.__cause__, Failure):  # early versions of openai wrap what a hook raises
                 raise error.__cause__ from None
             raise Failure("connection", type(error.__cause__ or error).__name__) from None
         except Exception as error:  # httpx's or httpx2's, depending on the version of openai
-            reason = "timeout" if "Timeout" in type(error).__name__ else "connection"
+            reason = "too_slow" if "Timeout" in type(error).__name__ else "connection"
             raise Failure(reason, type(error).__name__) from None
         return bytes(body)
 

@@ -39,7 +39,7 @@ LATE = "late"
 """Outcome of a request that was not answered in time."""
 ADVICE = {
     "connection": "Check that the server runs, and endpoint.url.",
-    "timeout": "Check that the server runs, or give it more time (endpoint.timeout).",
+    "too_slow": "Check that the server runs, or give it more time (endpoint.timeout).",
     "not_json": "Check endpoint.url: for most servers it ends with /v1.",
     "wrong_fields": "Check endpoint.url and endpoint.api.",
     "status_400": "Check endpoint.model, endpoint.api and endpoint.extra_body: a field that is null there is not sent.",
@@ -245,7 +245,7 @@ class Endpoint(OutsideSource):
 
     def _send(self, request: Request, stop: Event) -> Outcome:
         outcome, _ = self.client.send(request, lambda body: read_answer(body, self._expected(request)), stop)
-        if outcome.failed == "timeout":
+        if outcome.failed == "too_slow":
             outcome.unknown_tokens = most_tokens(request)
         return outcome
 
