@@ -8,12 +8,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from hacrl.config.sources import EndpointConfig
@@ -30,7 +31,7 @@ SECRET_LENGTH = 8
 """Shorter keys are placeholders, such as EMPTY, which may occur in answers."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds before a request is sent again: the first pause, which doubles, and the longest."""
-AGAIN = ("connection", "timeout", "not_json", "status_408", "status_409", "status_429")
+AGAIN = ("connection", "too_slow", "not_json", "status_408", "status_409", "status_429")
 """Failures after which a request is sent again, besides errors of the server (5xx)."""
 
 
@@ -131,17 +132,17 @@ class Client:
                     if len(body) > largest:
                         raise Failure("too_large")
                     if time.monotonic() > deadline:
-                        raise Failure("timeout")
+                        raise Failure("too_slow")
         except Failure:
             raise
         except openai.APITimeoutError:
-            raise Failure("timeout") from None
+            raise Failure("too_slow") from None
         except openai.APIConnectionError as error:
             if isinstance(error.__cause__, Failure):  # early versions of openai wrap what a hook raises
                 raise error.__cause__ from None
             raise Failure("connection", type(error.__cause__ or error).__name__) from None
         except Exception as error:  # httpx's or httpx2's, depending on the version of openai
-            reason = "timeout" if "Timeout" in type(error).__name__ else "connection"
+            reason = "too_slow" if "Timeout" in type(error).__name__ else "connection"
             raise Failure(reason, type(error).__name__) from None
         return bytes(body)
 
@@ -192,10 +193,17 @@ def _seconds(retry_after: str) -> float | None:
 class Round:
     """Requests that are sent at the same time, a few at once, from threads that end with the process."""
 
-    def __init__(self, jobs: Sequence[int], send: Callable[[int, Event], Outcome], threads: int) -> None:
+    def __init__(
+        self, jobs: Sequence[int], send: Callable[[int, Event], Outcome], threads: int, most_failures: int
+    ) -> None:
+        """After `most_failures` requests in a row that were not answered, no more are sent."""
         self.waiting, self.send, self.stop = deque(jobs), send, Event()
+        self.most_failures, self.failures, self.lock = most_failures, 0, Lock()
         self.missing = set(jobs)
-        """Jobs without an outcome."""
+        """Jobs without an outcome that have been sent or will be."""
+        self.held: list[int] = []
+        """Jobs that are never sent."""
+        self.has_given_up = False
         self.done: SimpleQueue[tuple[int, Outcome | Exception] | None] = SimpleQueue()
         """Outcomes as they come in; None: the round was ended from outside."""
         self.threads = [Thread(target=self._work, daemon=True, name="request") for _ in range(min(threads, len(jobs)))]
@@ -209,9 +217,16 @@ class Round:
             except IndexError:
                 return
             try:
-                self.done.put((job, self.send(job, self.stop)))
+                outcome = self.send(job, self.stop)
             except Exception as error:  # the thread that waits raises it
                 self.done.put((job, error))
+                return
+            with self.lock:
+                self.failures = 0 if outcome.is_answered else self.failures + 1
+                if self.failures == self.most_failures:
+                    self.has_given_up = True
+                    self.hold()
+            self.done.put((job, outcome))
 
     def results(self, seconds: float) -> Iterator[tuple[int, Outcome]]:
         """Yield outcomes as they come in, until all are there, the time is over or the round is ended."""
@@ -229,18 +244,15 @@ class Round:
             self.missing.remove(job)
             yield job, outcome
 
-    def hold(self) -> list[int]:
-        """Send no more requests, and return those that were not sent. They are not missing."""
-        held = list[int]()
-        while True:
-            try:
-                held.append(self.waiting.popleft())
-            except IndexError:
-                self.missing -= set(held)
-                return held
+    def hold(self) -> None:
+        """Send no more requests."""
+        with suppress(IndexError):
+            while True:
+                self.held.append(self.waiting.popleft())
+        self.missing -= set(self.held)
 
     def end(self) -> None:
-        """Send nothing more, and wake the thread that waits."""
-        self.waiting.clear()
+        """Send no more requests, none again, and wake the thread that waits."""
+        self.hold()
         self.stop.set()
         self.done.put(None)

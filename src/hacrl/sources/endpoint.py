@@ -39,7 +39,7 @@ LATE = "late"
 """Outcome of a request that was not answered in time."""
 ADVICE = {
     "connection": "Check that the server runs, and endpoint.url.",
-    "timeout": "Check that the server runs, or give it more time (endpoint.timeout).",
+    "too_slow": "Check that the server runs, or give it more time (endpoint.timeout).",
     "not_json": "Check endpoint.url: for most servers it ends with /v1.",
     "wrong_fields": "Check endpoint.url and endpoint.api.",
     "status_400": "Check endpoint.model, endpoint.api and endpoint.extra_body: a field that is null there is not sent.",
@@ -72,7 +72,8 @@ class Endpoint(OutsideSource):
         self.late: list[Thread] = []
         """Threads whose requests did not end in time and may still be under way."""
         self.closed = False
-        self.has_warned: set[str] = set()
+        self.warned: set[str] = set()
+        """What is so, and was said."""
 
     @property
     def is_measured(self) -> bool:
@@ -112,7 +113,7 @@ class Endpoint(OutsideSource):
 
     def _trusted(self, measured: float | None) -> str:
         return (
-            f"Source {self.config.id}: its log-probabilities are used. Those of two greedy answers to one prompt differ "
+            f"Source {self.config.id}: its log-probabilities are used. In two greedy answers to one prompt they differ "
             f"by {measured:.2g} a token."
         )
 
@@ -209,12 +210,8 @@ class Endpoint(OutsideSource):
         tokens_left = math.inf if budget.tokens is None else budget.tokens - tokens
         costs = accumulate(most_tokens(request) for _, _, request in wanted)
         count = sum(n <= requests_left and cost <= tokens_left for n, cost in enumerate(costs, 1))
-        if count < len(wanted):
-            self._warn_once(
-                "budget",
-                f"its budget does not cover all requests of step {step}: it has used {used['requests']:,} requests and "
-                f"{tokens:,} tokens. What is not covered is left out.",
-            )
+        what = f"its budget does not cover all requests of step {step}; the rest is left out."
+        self._warn("budget", count < len(wanted), what)
         return count
 
     def _outcomes(self, requests: Sequence[Request], step: int) -> list[Outcome]:
@@ -228,35 +225,27 @@ class Endpoint(OutsideSource):
 
         missing = [n for n in range(len(requests)) if n not in found]
         self.late = [thread for thread in self.late if thread.is_alive()]
-        threads, in_a_row = max(self.config.max_requests - len(self.late), 1), 0
-        sending = self.round = Round(missing, lambda n, stop: self._send(requests[n], stop), threads)
+        threads = max(self.config.max_requests - len(self.late), 1)
+        most_failures = max(self.config.max_requests, FAILURES_IN_A_ROW)
+        sending = self.round = Round(missing, lambda n, stop: self._send(requests[n], stop), threads, most_failures)
         for n, outcome in sending.results(self.config.step_timeout):
             keep(n, outcome)
-            in_a_row = 0 if outcome.is_answered else in_a_row + 1
-            if outcome.is_answered:
-                self.has_warned.discard("outage")
-            elif in_a_row == max(self.config.max_requests, FAILURES_IN_A_ROW):
-                why = f"{in_a_row} requests in a row failed, the last one with {outcome.failed}"
-                self._warn_once("outage", f"{why}. Step {step} sends no more.")
-                for held in sending.hold():
-                    keep(held, Outcome(failed=NEVER))
         if self.closed:
             return []
-        if sending.missing:
-            self._warn_once("late", f"step {step} goes on without answers that took more than step_timeout.")
-        else:
-            self.has_warned.discard("late")
-        for held in sending.hold():
-            keep(held, Outcome(failed=NEVER))
-        for late in sorted(sending.missing):
-            keep(late, Outcome(failed=LATE, unknown_tokens=most_tokens(requests[late])))
         sending.end()
-        self.late += sending.threads
+        for n in sending.held:
+            keep(n, Outcome(failed=NEVER))
+        for n in sorted(sending.missing):
+            keep(n, Outcome(failed=LATE, unknown_tokens=most_tokens(requests[n])))
+        self.late += sending.threads if sending.missing else []
+        goes_on = f"Step {step} goes on without"
+        self._warn("outage", sending.has_given_up, f"{most_failures} requests in a row failed. {goes_on} the rest.")
+        self._warn("late", bool(sending.missing), f"{goes_on} answers that took longer than step_timeout.")
         return [found[n] for n in range(len(requests))]
 
     def _send(self, request: Request, stop: Event) -> Outcome:
         outcome, _ = self.client.send(request, lambda body: read_answer(body, self._expected(request)), stop)
-        if outcome.failed == "timeout":
+        if outcome.failed == "too_slow":
             outcome.unknown_tokens = most_tokens(request)
         return outcome
 
@@ -274,7 +263,7 @@ class Endpoint(OutsideSource):
             index=index,
             text=outcome.text,
             token_ids=[],
-            logps=outcome.logps,
+            logps=outcome.logps if self.decision["logps"] else None,
             num_tokens=outcome.num_tokens,
             finish_reason=outcome.finish_reason,
             ended=outcome.ended,
@@ -297,11 +286,11 @@ class Endpoint(OutsideSource):
             self.round.end()
         self.opened.close()
 
-    def _warn_once(self, about: str, what: str) -> None:
-        """Print a warning, unless one about this was printed already."""
-        if about not in self.has_warned:
-            self.has_warned.add(about)
+    def _warn(self, about: str, is_so: bool, what: str) -> None:
+        """Print a warning when something begins to be so."""
+        if is_so and about not in self.warned:
             warn(f"Source {self.config.id}: {what}")
+        (self.warned.add if is_so else self.warned.discard)(about)
 
 
 def doubts(probes: Sequence[tuple[Outcome, list[Entry]]], measured: float | None) -> str:
