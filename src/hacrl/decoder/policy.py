@@ -21,10 +21,15 @@ from hacrl.errors import TrainingDiverged, UserError, warn
 Score = Callable[[Texts, Texts, float], TokenLogprobs]
 """A function from prompts, completions and a temperature to log-probabilities."""
 
+CAPTURED = 1_000_000_000
+"""Largest number of parameters of a model whose passes are captured as CUDA graphs. Graphs keep activations and 2 bytes
+a parameter of gradients in memory; they save the host's work, which in larger models the GPU's work covers."""
 CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = 2048, 16384
 """Most tokens of one pass. More is not faster: on a CPU activations leave the caches, and a GPU is already busy."""
 MEMORY_SHARE = 0.5
 """Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
+SHORT = 0.5
+"""A GPU is short of memory if less than this share of it is free."""
 
 
 def free_bytes(device: torch.device) -> float:
@@ -71,12 +76,12 @@ class Policy:
                 self.backbone = Backbone(model, lean)
             except CannotDrive as reason:
                 warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
-        small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-        self.side_by_side = self.backbone is not None and self.backbone.device.type == "cpu" and small
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self.side_by_side = self.backbone is not None and self.backbone.device.type == "cpu" and size <= SMALL
         self.scorer: Score = partial(completion_logprobs, model, pad_id=stop_ids[0], entropy_gradient=entropy_gradient)
         if self.backbone is not None:
             self.backbone.checkpointing = bool(config.gradient_checkpointing)
-            scorer = GraphedScorer if self.backbone.device.type == "cuda" else Scorer
+            scorer = GraphedScorer if self.backbone.device.type == "cuda" and size <= CAPTURED else Scorer
             self.scorer = scorer(self.backbone, entropy_gradient)
         elif config.gradient_checkpointing:
             layers = checkpointed_layers(model)
@@ -84,6 +89,11 @@ class Policy:
                 warn(f"Agent {config.id}: gradient_checkpointing has no effect: its layers do not offer it.")
             for layer, forward in layers.items():
                 layer.__dict__["forward"] = forward
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured as CUDA graphs."""
+        return isinstance(self.scorer, GraphedScorer)
 
     def driven(self) -> AbstractContextManager[None]:
         return nullcontext() if self.backbone is None else self.backbone.driven()
@@ -97,22 +107,29 @@ class Policy:
         """Number of batches to work on at the same time."""
         return torch.get_num_threads() if self.side_by_side else 1
 
-    def choose_batch_tokens(self) -> int:
-        """Choose the tokens of one pass from the memory free now; switches on checkpointing if it is needed."""
+    def choose_batch_tokens(self, reserved: int) -> int:
+        """Choose the tokens of one pass from the memory that is free now, `reserved` bytes of which will be used
+        otherwise; switches on checkpointing if it is needed."""
         device = next(self.model.parameters()).device
         most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_bytes(device)
-        # The first update allocates Adam's moments, and the gradient of own rollouts is kept for a while.
-        free -= 12 * sum(local(parameter).numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        free -= reserved
         longest = self.config.max_prompt_length + self.config.max_completion_length
         fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
-        if fits < longest and self.backbone is not None and self.config.gradient_checkpointing is None:
-            self.backbone.checkpointing = True
+        if fits < longest and self.recompute():
             fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
             warn(
                 f"Agent {self.config.id}: the activations of {longest} tokens would not fit into memory, so "
                 "they are computed again in the backward pass (gradient_checkpointing)."
             )
         return min(max(fits, 1), most)
+
+    def recompute(self) -> bool:
+        """Compute activations again in the backward pass from now on; False if that cannot be switched on."""
+        backbone = self.backbone
+        if backbone is None or backbone.checkpointing or self.config.gradient_checkpointing is not None:
+            return False
+        backbone.recompute()
+        return True
 
     def bytes_per_token(self) -> int:
         """Bytes of activations that one token keeps until the backward pass; a conservative estimate."""
@@ -122,8 +139,15 @@ class Policy:
         checkpointing = self.backbone is not None and self.backbone.checkpointing
         return self.dtype.itemsize * (layers * width + layer if checkpointing else layers * layer)
 
+    def short_of_memory(self) -> bool:
+        """Whether little of the model's GPU is free, so that others may lack what is kept only for speed."""
+        device = next(self.model.parameters()).device
+        if device.type != "cuda":
+            return False
+        return free_bytes(device) < SHORT * torch.cuda.get_device_properties(device).total_memory
+
     def free_memory(self) -> None:
-        """Release captured graphs and cached GPU memory, after memory ran out."""
+        """Release captured graphs and cached GPU memory."""
         if isinstance(self.scorer, GraphedScorer):
             self.scorer.forget()
         if torch.cuda.is_available():
