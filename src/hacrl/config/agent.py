@@ -113,8 +113,8 @@ class Settings(ModelSettings):
     mask_truncated_completions: bool = False
     """Leave cut-off completions out of the objective, not out of the baseline."""
     log_kl: bool | None = None
-    """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights, but not with lora;
-    default: if the model has at most 1e9 parameters, or lora."""
+    """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights, except with
+    lora; default: if the model has at most 1e9 parameters, or lora."""
     max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities; beyond it the run ends."""
     recompute_logprobs: bool | None = None

@@ -43,6 +43,15 @@ def free_bytes(device: torch.device) -> float:
         return 4e9
 
 
+def lean_layer(width: int, inner: int, heads: int) -> int:
+    """How many numbers a lean layer keeps of one token until the backward pass; `heads`: width of queries and keys.
+
+    These are what goes into the layer and into its MLP, both before and after the norm; queries, keys, values and
+    outputs of attention, twice; and gate, up and their product.
+    """
+    return 4 * width + 4 * heads + 3 * inner
+
+
 def local(parameter: Tensor) -> Tensor:
     """The part of a parameter that this process holds: all of it, unless the parameter is sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -135,8 +144,14 @@ class Policy:
         """Bytes of activations that one token keeps until the backward pass; a conservative estimate."""
         text = self.model.config.get_text_config()  # type: ignore[operator,union-attr]
         width, layers = int(text.hidden_size), int(text.num_hidden_layers)
-        layer = 16 * width + 6 * int(getattr(text, "intermediate_size", None) or 4 * width)
-        checkpointing = self.backbone is not None and self.backbone.checkpointing
+        inner = int(getattr(text, "intermediate_size", None) or 4 * width)
+        layer = 16 * width + 6 * inner
+        backbone = self.backbone
+        if backbone is not None and backbone.lean is not None and backbone.device.type == "cuda":
+            heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+            head_dim = getattr(text, "head_dim", None) or width // heads
+            layer = lean_layer(width, inner, (heads + (kv_heads or heads)) * head_dim) * 5 // 4
+        checkpointing = backbone is not None and backbone.checkpointing
         return self.dtype.itemsize * (layers * width + layer if checkpointing else layers * layer)
 
     def short_of_memory(self) -> bool:
