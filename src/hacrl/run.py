@@ -39,7 +39,7 @@ from hacrl.training.watcher import Watcher
 RESUMABLE_CHANGES = {
     *("max_steps", "eval_every", "eval_samples", "save_every", "save_final", "save_total_limit", "keep_best"),
     *("trace", "report_to", "execution", "ray", "resources", "max_prompt_length", "reward_memory_gib"),
-    *("url", "api_key_env", "timeout", "max_retries", "max_requests", "step_timeout", "budget"),
+    *("url", "api_key_env", "timeout", "max_retries", "max_requests", "step_timeout", "budget", "offload_idle"),
 }
 """Settings that may change when a run is continued. Any other change would make it another run."""
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -542,13 +543,13 @@ def test_out_of_memory_makes_passes_smaller_and_changes_nothing_else(
     assert len(messages) == small.refused
     assert all(message.startswith("Agent agent0: out of memory in step 1; ") for message in messages)
     if micro_batch_size:
-        assert [message.partition("; ")[2] for message in messages] == [
-            "micro_batch_size is now 4.",
-            "micro_batch_size is now 2.",
-        ]
+        # The largest pass had four or five rollouts.
+        assert [message.partition("; ")[2] for message in messages] == ["micro_batch_size is now 2."]
         assert agent.learner.micro_batch_size == 2
     else:
-        assert messages[0].endswith("a pass now takes 200 tokens.")
+        said = [re.fullmatch(r".*; a pass now takes (\d+) tokens\.", message) for message in messages]
+        assert all(match is not None and 30 < int(match[1]) < 100 for match in said)  # half of the largest one
+        assert agent.learner.batch_tokens < 100
     (expected, undisturbed), (gradients, result) = collected
     for update, expected_update in zip(gradients, expected, strict=True):
         assert distance(update, expected_update) < 1e-9
@@ -746,10 +747,10 @@ def test_small_gradients_and_updates_add_up_behind_a_bfloat16_model() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     weights = MasterWeights(model, torch.bfloat16)
+    weights.zero_grad()
     for _ in range(64):
-        model.weight.grad.fill_(2.0**-10)
-        weights.collect()
-        assert not model.weight.grad.any()
+        model(torch.full((1,), 2.0**-10, dtype=torch.bfloat16)).backward()
+        assert model.weight.grad is None
     assert weights.gradients[0].item() == 2.0**-4
     for step in range(64):
         with torch.no_grad():

@@ -115,8 +115,9 @@ def test_who_works_at_the_same_time(smollm2: str) -> None:
 
 def test_memory_is_what_was_measured_and_what_a_process_holds(smollm2: str) -> None:
     (row,) = plan(config_of(smollm2, size=(32, 1, 2, 192), **GPU))
-    measured = {name: row.memory[name] for name in ("weights", "activations", "logits")}  # without an optimizer
-    assert sum(measured.values()) == pytest.approx(7.5, rel=0.05)
+    passes = sum(row.memory[name] for name in ("weights", "activations", "logits"))
+    gradients = row.parameters * 2 / 2**30  # measured without an optimizer
+    assert 7.5 < passes + gradients < 1.12 * 7.5  # this model has no norms of queries, which the estimate includes
     (row,) = plan(config_of(smollm2, size=(4, 58, 8, 48), **TWO_CORES))
     assert sum(row.memory.values()) == pytest.approx(4.8, rel=0.05)
     # 30 layers, keys and values of 3 heads of 64, two bytes each; 256 rows of 128 tokens, 32 prompts of 48.

@@ -13,12 +13,15 @@ from hacrl.agents.model import AgentModel
 from hacrl.agents.sharded import ShardedModel
 from hacrl.algorithms import Algorithm, Reading
 from hacrl.config import AgentConfig
+from hacrl.config.agent import logs_kl
+from hacrl.errors import warn
 from hacrl.learners.learner import Learner
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.minibatch import Minibatch, texts_of
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.supervised import Imitator, Row
 from hacrl.learners.updating import read_state, write_state
+from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.reader import Traits
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sampler
@@ -54,10 +57,21 @@ class Agent:
         self.model, self.reader, self.device = self.opened.model, self.opened.reader, self.opened.device
         self.weights = self.opened.weights()
         self.source = self.opened.source(lambda: self.learner.updates, sampler)
-        reference = self.opened.starting_policy() if algorithm.beta or config.log_kl else None
+        reference = self.opened.starting_policy() if algorithm.beta or self._logs_kl() else None
         saves_work = config.fast and not trace
         self.learner = Learner(config, index, algorithm, self.weights, self.opened.policy, reference, saves_work, ranks)
         self.imitator = Imitator(self.learner, algorithm.imitation, index, seed)
+        self.learner.rest()
+
+    def _logs_kl(self) -> bool:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        logs = logs_kl(self.config, size)
+        if not logs and self.config.log_kl is None:
+            warn(
+                f"Agent {self.config.id}: kl is not logged, because that would take a copy of {size / 1e9:.1f} billion "
+                "parameters. log_kl: true logs it all the same; log_kl: false leaves this warning out."
+            )
+        return logs
 
     def check_prompts(self, problems: Sequence[Problem]) -> None:
         self.reader.check_prompts(problems)
@@ -68,10 +82,14 @@ class Agent:
     # --- the source --------------------------------------------------------------------------------
 
     def sample(self, problems: Sequence[Problem], step: int, sampling_round: int) -> list[Rollout]:
-        return self.source.sample(problems, step, sampling_round)
+        rollouts = self.source.sample(problems, step, sampling_round)
+        self._make_room()
+        return rollouts
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[str]:
-        return self.source.answer(problems, sampled)
+        answers = self.source.answer(problems, sampled)
+        self._make_room()
+        return answers
 
     def sample_ahead(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
         """Sample the rollouts of the next step, and score them, before the updates of this step."""
@@ -95,6 +113,7 @@ class Agent:
         if foreign:
             texts = texts_of(rendered, {row: rollouts[row].prompt_index for row in foreign}, foreign)
             logps = self.learner.score_within_memory(texts, rollouts[0].step)
+            self._make_room()
 
         def reading(row: int, rollout: Rollout) -> Reading | None:
             if row not in tokens:
@@ -118,13 +137,23 @@ class Agent:
                 if rollout.finish_reason == "length":
                     tokens.pop(row, None)
                     dropped[row] = "truncated"
-        result = self.learner.learn(lesson, Minibatch.of(lesson, prompts, tokens, self.index))
-        result.dropped = dropped
-        if lesson.examples:
-            self._keep(lesson, prompts)
-        if lesson.imitates:
-            result.metrics |= self.imitator.imitate(lesson.step, lesson.imitation_rate)
+        with self.learner.at_work():
+            result = self.learner.learn(lesson, Minibatch.of(lesson, prompts, tokens, self.index))
+            result.dropped = dropped
+            if lesson.examples:
+                self._keep(lesson, prompts)
+            if lesson.imitates:
+                result.metrics |= self.imitator.imitate(lesson.step, lesson.imitation_rate)
+        self._make_room()
         return result
+
+    def _make_room(self) -> None:
+        """If the GPU is short of memory, give back what only makes the agent's next turn faster: the memory of the
+        sampler's cache, captured graphs and what they hold, and memory that torch keeps for later."""
+        if self.opened.policy.short_of_memory():
+            if isinstance(self.source.engine, NativeEngine):
+                self.source.engine.release()
+            self.opened.policy.free_memory()
 
     def _keep(self, lesson: Lesson, prompts: dict[int, list[int]]) -> None:
         """Keep right answers for imitation, except those that this agent cannot read."""

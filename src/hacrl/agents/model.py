@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from hacrl.agents.loading import (
@@ -84,8 +85,10 @@ class AgentModel:
         return Adapter(model, self.config, source_of(self.config), derive_seed(self.seed, ADAPTER, self.index))
 
     def weights(self) -> Weights:
-        """Return the weights to be trained, with memory for their gradients."""
-        return MasterWeights(self.model, self.policy.dtype, self.config.optimizer_offload)
+        """Return the weights to be trained."""
+        config, policy = self.config, self.policy
+        gradient_dtype = getattr(torch, config.gradient_dtype)
+        return MasterWeights(self.model, policy.dtype, config.optimizer_offload, gradient_dtype, policy.captures)
 
     def freeze(self) -> None:
         """Make this a model that only answers: no gradients, and all weights in the dtype it computes in."""

@@ -20,6 +20,9 @@ RENAMED = (
     "token_truncate` and `vllm_importance_sampling_correction: true`. It is still read; please rename it."
 )
 
+MOST_COPIED = 1_000_000_000
+"""Largest number of parameters of a model that is copied only to log the KL divergence to it."""
+
 
 class LoraConfig(Strict):
     """LoRA: adapters beside a model's layers are trained in place of its weights."""
@@ -63,6 +66,8 @@ class ModelSettings(Strict):
     """`adamw`; or `adamw_8bit`: moments in 8 bits; needs bitsandbytes and CUDA."""
     optimizer_offload: bool = False
     """Keep float32 weights, gradients and moments in the computer's memory, and update weights there."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are added up; `bfloat16`, with dtype: bfloat16, takes 2 bytes a parameter less."""
     micro_batch_size: Size | None = None
     """Rollouts in one forward and backward pass; default: as many as fit into memory. Changes memory and speed only."""
     gradient_checkpointing: bool | None = None
@@ -118,8 +123,9 @@ class Settings(ModelSettings):
     """Passes over the rollouts of a step."""
     mask_truncated_completions: bool = False
     """Leave cut-off completions out of the objective, not out of the baseline."""
-    log_kl: bool = True
-    """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights."""
+    log_kl: bool | None = None
+    """Log the KL divergence to the starting model even if beta is 0. This keeps a copy of its weights, except with
+    lora; default: if the model has at most 1e9 parameters, or lora."""
     max_logprob_gap: Annotated[float, Field(gt=0, le=1e6)] = 0.05
     """Largest mean difference, per token, between recorded and recomputed log-probabilities; beyond it the run ends."""
     recompute_logprobs: bool | None = None
@@ -137,6 +143,8 @@ class Settings(ModelSettings):
     """Upper bound of these ratios; null: none."""
     vllm_importance_sampling_clip_min: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Lower bound of these ratios; null: none."""
+    offload_idle: bool = False
+    """While the agent does not learn, keep its moments and float32 weights in the computer's memory, not on the GPU."""
     resources: AgentResources = AgentResources()
     """Resources that the agent takes from a Ray cluster, with `execution: ray`."""
     fsdp: Few = 1
@@ -180,8 +188,14 @@ class AgentConfig(Settings):
     def _one_optimizer(self) -> Self:
         if self.optimizer == "adamw_8bit" and self.optimizer_offload:
             raise ValueError("optimizer_offload updates on the CPU, where adamw_8bit does not work; choose one of them")
+        if self.gradient_dtype == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError("gradient_dtype: bfloat16 is for models in bfloat16; add dtype: bfloat16, or leave it out")
+        if self.offload_idle and self.optimizer_offload:
+            raise ValueError(
+                "optimizer_offload keeps in the computer's memory what offload_idle moves; choose one of them"
+            )
         if self.fsdp > 1:
-            for name in ("lora", "optimizer", "optimizer_offload", "engine"):
+            for name in ("lora", "optimizer", "optimizer_offload", "gradient_dtype", "offload_idle", "engine"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"fsdp: an agent in several processes has no {name}; leave it out")
         return self
@@ -219,6 +233,13 @@ def with_current_names(data: dict[str, Any], where: str = "") -> dict[str, Any]:
     if found and where:
         warn(f"{where}: {RENAMED}")
     return {**parts[0], "agents": parts[1:]} if len(parts) > 1 else parts[0]
+
+
+def logs_kl(agent: AgentConfig, parameters: int) -> bool:
+    """Whether an agent with so many parameters logs the KL divergence to its starting model."""
+    if agent.log_kl is None:
+        return agent.lora is not None or parameters <= MOST_COPIED
+    return agent.log_kl
 
 
 def with_ids(settings: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,14 @@ class Backbone:
                 if self.entered == 0:
                     self._give_back()
 
+    def recompute(self) -> None:
+        """Set `checkpointing`; it also holds for those who drive the model now."""
+        with self.lock:
+            self.checkpointing = True
+            if self.entered:
+                self._give_back()
+                self._take_over()
+
     def _take_over(self) -> None:
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         if self.lean is not None:

@@ -41,8 +41,7 @@ class LeanLayers:
 class Joined:
     """Several linear layers with the same input, run as one: their weights become slices of one matrix, not copies.
 
-    The layers keep their parameters. If a gradient is needed, each call concatenates the parameters, so that the
-    gradient reaches them.
+    The layers keep their parameters, and their gradients reach them.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
@@ -76,10 +75,31 @@ class Joined:
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.layers[0].weight.requires_grad:
-            weight = torch.cat([layer.weight for layer in self.layers])
-            bias = None if self.bias is None else torch.cat([layer.bias for layer in self.layers])
-            return F.linear(x, weight, bias)
+            parts = [layer.weight for layer in self.layers]
+            if self.bias is not None:
+                parts += [layer.bias for layer in self.layers]
+            joined: Tensor = _JoinedLinear.apply(x, self.weight, self.bias, self.sizes, *parts)
+            return joined
         return F.linear(x, self.weight, self.bias)
+
+
+class _JoinedLinear(torch.autograd.Function):
+    """A linear layer whose weight and bias are made of parts: slices of them, which get the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes, ctx.has_bias = sizes, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        grad_SO = grad.flatten(0, -2)
+        parts = (grad_SO.t() @ x.flatten(0, -2)).split(ctx.sizes)
+        biases = grad_SO.sum(0).split(ctx.sizes) if ctx.has_bias else ()
+        grad_x = (grad_SO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, *parts, *biases
 
 
 def are_neighbours(parts: list[Tensor]) -> bool:

@@ -21,10 +21,15 @@ from hacrl.errors import TrainingDiverged, UserError, warn
 Score = Callable[[Texts, Texts, float], TokenLogprobs]
 """A function from prompts, completions and a temperature to log-probabilities."""
 
+CAPTURED = 1_000_000_000
+"""Largest number of parameters of a model whose passes are captured as CUDA graphs. Graphs keep activations and 2 bytes
+a parameter of gradients in memory; they save the host's work, which in larger models the GPU's work covers."""
 CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = 2048, 16384
 """Most tokens of one pass. More is not faster: on a CPU activations leave the caches, and a GPU is already busy."""
 MEMORY_SHARE = 0.5
 """Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
+SHORT = 0.5
+"""A GPU is short of memory if less than this share of it is free."""
 
 
 def free_bytes(device: torch.device) -> float:
@@ -36,6 +41,15 @@ def free_bytes(device: torch.device) -> float:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError):
         return 4e9
+
+
+def lean_layer(width: int, inner: int, heads: int) -> int:
+    """How many numbers a lean layer keeps of one token until the backward pass; `heads`: width of queries and keys.
+
+    These are what goes into the layer and into its MLP, both before and after the norm; queries, keys, values and
+    outputs of attention, twice; and gate, up and their product.
+    """
+    return 4 * width + 4 * heads + 3 * inner
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -71,12 +85,12 @@ class Policy:
                 self.backbone = Backbone(model, lean)
             except CannotDrive as reason:
                 warn(f"Agent {config.id}: falling back to `generate` and to plain learning, because of {reason}.")
-        small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
-        self.side_by_side = self.backbone is not None and self.backbone.device.type == "cpu" and small
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self.side_by_side = self.backbone is not None and self.backbone.device.type == "cpu" and size <= SMALL
         self.scorer: Score = partial(completion_logprobs, model, pad_id=stop_ids[0], entropy_gradient=entropy_gradient)
         if self.backbone is not None:
             self.backbone.checkpointing = bool(config.gradient_checkpointing)
-            scorer = GraphedScorer if self.backbone.device.type == "cuda" else Scorer
+            scorer = GraphedScorer if self.backbone.device.type == "cuda" and size <= CAPTURED else Scorer
             self.scorer = scorer(self.backbone, entropy_gradient)
         elif config.gradient_checkpointing:
             layers = checkpointed_layers(model)
@@ -84,6 +98,11 @@ class Policy:
                 warn(f"Agent {config.id}: gradient_checkpointing has no effect: its layers do not offer it.")
             for layer, forward in layers.items():
                 layer.__dict__["forward"] = forward
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured as CUDA graphs."""
+        return isinstance(self.scorer, GraphedScorer)
 
     def driven(self) -> AbstractContextManager[None]:
         return nullcontext() if self.backbone is None else self.backbone.driven()
@@ -97,16 +116,15 @@ class Policy:
         """Number of batches to work on at the same time."""
         return torch.get_num_threads() if self.side_by_side else 1
 
-    def choose_batch_tokens(self) -> int:
-        """Choose the tokens of one pass from the memory free now; switches on checkpointing if it is needed."""
+    def choose_batch_tokens(self, reserved: int) -> int:
+        """Choose the tokens of one pass from the memory that is free now, `reserved` bytes of which will be used
+        otherwise; switches on checkpointing if it is needed."""
         device = next(self.model.parameters()).device
         most, free = (CUDA_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS), free_bytes(device)
-        # The first update allocates Adam's moments, and the gradient of own rollouts is kept for a while.
-        free -= 12 * sum(local(parameter).numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        free -= reserved
         longest = self.config.max_prompt_length + self.config.max_completion_length
         fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
-        if fits < longest and self.backbone is not None and self.config.gradient_checkpointing is None:
-            self.backbone.checkpointing = True
+        if fits < longest and self.recompute():
             fits = int(MEMORY_SHARE * max(free, 0) / self.bytes_per_token())
             warn(
                 f"Agent {self.config.id}: the activations of {longest} tokens would not fit into memory, so "
@@ -114,16 +132,37 @@ class Policy:
             )
         return min(max(fits, 1), most)
 
+    def recompute(self) -> bool:
+        """Compute activations again in the backward pass from now on; False if that cannot be switched on."""
+        backbone = self.backbone
+        if backbone is None or backbone.checkpointing or self.config.gradient_checkpointing is not None:
+            return False
+        backbone.recompute()
+        return True
+
     def bytes_per_token(self) -> int:
         """Bytes of activations that one token keeps until the backward pass; a conservative estimate."""
         text = self.model.config.get_text_config()  # type: ignore[operator,union-attr]
         width, layers = int(text.hidden_size), int(text.num_hidden_layers)
-        layer = 16 * width + 6 * int(getattr(text, "intermediate_size", None) or 4 * width)
-        checkpointing = self.backbone is not None and self.backbone.checkpointing
+        inner = int(getattr(text, "intermediate_size", None) or 4 * width)
+        layer = 16 * width + 6 * inner
+        backbone = self.backbone
+        if backbone is not None and backbone.lean is not None and backbone.device.type == "cuda":
+            heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+            head_dim = getattr(text, "head_dim", None) or width // heads
+            layer = lean_layer(width, inner, (heads + (kv_heads or heads)) * head_dim) * 5 // 4
+        checkpointing = backbone is not None and backbone.checkpointing
         return self.dtype.itemsize * (layers * width + layer if checkpointing else layers * layer)
 
+    def short_of_memory(self) -> bool:
+        """Whether little of the model's GPU is free, so that others may lack what is kept only for speed."""
+        device = next(self.model.parameters()).device
+        if device.type != "cuda":
+            return False
+        return free_bytes(device) < SHORT * torch.cuda.get_device_properties(device).total_memory
+
     def free_memory(self) -> None:
-        """Release captured graphs and cached GPU memory, after memory ran out."""
+        """Release captured graphs and cached GPU memory."""
         if isinstance(self.scorer, GraphedScorer):
             self.scorer.forget()
         if torch.cuda.is_available():

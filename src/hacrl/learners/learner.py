@@ -17,6 +17,7 @@ from hacrl.learners.gap import ahead_of, check_gap, correct_for_sampler, note_ga
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.learners.minibatch import Minibatch, Texts, texts_of
 from hacrl.learners.notes import Notes, StepNotes
+from hacrl.learners.parts import Parts
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.updating import Updater
 from hacrl.learners.weights import Weights
@@ -60,7 +61,7 @@ class Learner(Updater):
             return
         loss = partial(self.loss, step=step)
         for attempt in self.attempts(lesson.step):
-            own_gradients = None  # frees the memory of an attempt that failed
+            split = None  # frees the memory of an attempt that failed
             with attempt:
                 notes = Notes()
                 if step.first:
@@ -76,15 +77,15 @@ class Learner(Updater):
                 if step.first:
                     check_gap(self.config, lesson.step, notes)
                 if any_own and not minibatch.own_N.all():
-                    own_gradients = torch._foreach_mul(self.weights.gradients, 1.0)
+                    split = Parts(self.weights.gradients, self.ranks)
                 if self.saves_work and not self.algorithm.keeps_all:
                     foreign = self.kept(foreign, notes, step)
                 notes.add(*self.add_gradients(self.batches(foreign), loss))
                 total = self.ranks.norm(self.weights.gradients)
                 parts = {"own" if any_own else "foreign": float(total)}
-                if own_gradients is not None:
-                    rest = self.ranks.norm(torch._foreach_sub(self.weights.gradients, own_gradients))
-                    parts = {"own": float(self.ranks.norm(own_gradients)), "foreign": float(rest)}
+                if split is not None:
+                    parts = {"own": float(split.first), "foreign": float(split.second(self.weights.gradients))}
+                    split = None
         step.notes.add(notes)
         objective = notes.sum("objective")
         if self.apply(total, math.isfinite(objective), lesson.step):
@@ -182,7 +183,7 @@ class Learner(Updater):
     def score_within_memory(self, texts: Texts, step: int) -> dict[int, np.ndarray]:
         """Score texts outside of an update, with smaller batches if memory runs out."""
         with self.policy.driven():
-            for attempt in self.attempts(step):
+            for attempt in self.attempts(step, learns=False):
                 with attempt:
                     scored = self.score(texts)
         return scored

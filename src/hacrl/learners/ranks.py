@@ -41,7 +41,9 @@ class Ranks:
 
     def norm(self, parts: Sequence[Tensor]) -> Tensor:
         """The norm of tensors that are divided among the ranks."""
-        own = nn.utils.get_total_norm(parts)
+        if parts and parts[0].dtype == torch.bfloat16:  # so would be its norm
+            parts = torch._foreach_norm(list(parts), 2, torch.float32)
+        own: Tensor = nn.utils.get_total_norm(parts)
         if self.size == 1:
             return own
         total = own.double().square()

@@ -56,7 +56,7 @@ class SupervisedLearner:
         metrics = {"loss": loss, "grad_norm": float(norm), "learning_rate": learning_rate, "tokens_trained": tokens}
         return {**metrics, "nonfinite_updates": 0 if learner.apply(norm, math.isfinite(loss), step) else 1}
 
-    def loss(self, rows: Sequence[Row]) -> float:
+    def loss(self, rows: Sequence[Row], step: int) -> float:
         """Mean negative log-probability of the tokens of rows, without learning from them."""
 
         def work(batch: list[Row], counts: bool) -> float:
@@ -64,7 +64,9 @@ class SupervisedLearner:
                 return float(self._nll(batch)) if counts else 0.0
 
         with self.policy.driven():
-            total = sum(self.learner.passes(self._batches(rows), work))
+            for attempt in self.learner.attempts(step, learns=False):
+                with attempt:
+                    total = sum(self.learner.passes(self._batches(rows), work))
         return total / sum(len(row.completion) for row in rows)
 
     def _nll(self, batch: Sequence[Row]) -> Tensor:

@@ -12,6 +12,7 @@ from hacrl.config import AgentConfig
 from hacrl.decoder.parallel import side_by_side
 from hacrl.decoder.policy import Policy
 from hacrl.errors import TrainingDiverged, UserError, lack_of_memory, warn
+from hacrl.learners.parts import EXACT
 from hacrl.learners.ranks import ALONE, Batch, Ranks
 from hacrl.learners.weights import Weights
 
@@ -29,6 +30,8 @@ class Updater:
         self.micro_batch_size = config.micro_batch_size
         self.batch_tokens = 0
         """Tokens in one forward and backward pass if `micro_batch_size` is not set; chosen in the first step."""
+        self.largest = (0, 0)
+        """The most rows, and the most tokens, in a pass since the last attempt began."""
         self.device = weights.working[0].device
         self.new_optimizer()
         self.updates = self.nonfinite_in_a_row = 0
@@ -51,6 +54,37 @@ class Updater:
             raise UserError(f"{needs} a GPU (CUDA). Use adamw on a CPU.")
         self.optimizer = bitsandbytes.optim.AdamW8bit(weights, lr=config.learning_rate, **options)
 
+    def _reserved(self) -> int:
+        """Bytes that the first update takes besides activations: gradients, moments, and a copy of a part."""
+        config, count = self.config, sum(weight.numel() for weight in self.weights.weights)
+        if config.optimizer_offload:
+            return 0
+        moments = 2 if config.optimizer == "adamw_8bit" else 8
+        gradients = 0 if self.weights.gradients else 4
+        return count * (moments + gradients + (4 if count <= EXACT else 0))
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Context in which the agent learns. Outside, gradients take no memory; with `offload_idle`, the optimizer's
+        states and float32 weights are in the computer's memory."""
+        self._move(self.device)
+        try:
+            yield
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        """Free what only learning needs."""
+        self.weights.release_gradients()
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        if not self.config.offload_idle:
+            return
+        self.weights.move(device)
+        for state in self.optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -58,7 +92,16 @@ class Updater:
     def split(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         """Divide items into batches, one for each pass. `tokens` is what each adds to a pass with those before it."""
         if not self.batch_tokens:  # this also decides whether activations are kept
-            self.batch_tokens = min(self.ranks.gather([self.policy.choose_batch_tokens()]))
+            self.batch_tokens = min(self.ranks.gather([self.policy.choose_batch_tokens(self._reserved())]))
+        batches = self._batches(ordered, tokens)
+        place = 0
+        for batch in batches:
+            taken = sum(tokens[place : place + len(batch)])
+            self.largest = max(self.largest[0], len(batch)), max(self.largest[1], taken)
+            place += len(batch)
+            yield batch
+
+    def _batches(self, ordered: Sequence[Item], tokens: Sequence[int]) -> Iterator[list[Item]]:
         size = self.micro_batch_size
         if size is not None:
             yield from (list(ordered[start : start + size]) for start in range(0, len(ordered), size))
@@ -103,21 +146,22 @@ class Updater:
             if said is not None:
                 results.append(said)
             if gradients is not None:
-                working: Any = [parameter.grad for parameter in weights.working]
-                torch._foreach_add_(working, gradients)
-                weights.collect()
+                weights.add(gradients)
         return results
 
-    def attempts(self, step: int) -> Iterator[AbstractContextManager[None]]:
-        """Repeat a block until it fits into memory, with smaller batches each time. Gradients are set to 0 before each.
+    def attempts(self, step: int, learns: bool = True) -> Iterator[AbstractContextManager[None]]:
+        """Repeat a block until it fits into memory, with smaller batches each time. Gradients are set to 0 before each,
+        if the block learns.
 
         for attempt in self.attempts(step):
             with attempt: ...
         """
         while True:
-            self.weights.zero_grad()
+            if learns:
+                self.weights.zero_grad()
+            self.largest = 0, 0
             remedies: list[str] = []
-            yield self._attempt(remedies)
+            yield self._attempt(step, remedies)
             if not remedies:
                 return
             # Only here, after the block, the error is gone, and with it the memory that its frames held.
@@ -125,21 +169,27 @@ class Updater:
             warn(f"Agent {self.config.id}: out of memory in step {step}; {remedies[0]}.")
 
     @contextmanager
-    def _attempt(self, remedies: list[str]) -> Iterator[None]:
-        """Halve the batches after running out of memory if they can be smaller, and add to `remedies` what was done."""
+    def _attempt(self, step: int, remedies: list[str]) -> Iterator[None]:
+        """After running out of memory, make passes smaller if they can be, and add to `remedies` what was done."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             if self.ranks.size > 1:  # the other ranks are in the middle of the pass
                 raise
-            if self.micro_batch_size is None and self.batch_tokens >= 64:
-                self.batch_tokens //= 2
-                remedies.append(f"a pass now takes {self.batch_tokens} tokens")
-            elif self.micro_batch_size is not None and self.micro_batch_size > 1:
-                self.micro_batch_size //= 2
+            (rows, tokens), size = self.largest, self.micro_batch_size
+            if rows > 1 and size is not None:
+                self.micro_batch_size = min(size, rows) // 2
                 remedies.append(f"micro_batch_size is now {self.micro_batch_size}")
+            elif rows > 1:
+                self.batch_tokens = max(min(self.batch_tokens, tokens) // 2, 1)
+                remedies.append(f"a pass now takes {self.batch_tokens} tokens")
+            elif self.policy.recompute():
+                remedies.append("activations are now computed again in the backward pass (gradient_checkpointing)")
             else:
-                raise
+                raise torch.OutOfMemoryError(
+                    f"Agent {self.config.id}, step {step}: out of memory in a pass of a single row of {tokens} tokens, "
+                    f"with its prompt: {error}"
+                ) from error
 
     def apply(self, norm: Tensor, finite: bool, step: int) -> bool:
         """Make an optimizer step with the current gradients, whose norm is given; skip it if anything is not finite."""
@@ -150,8 +200,9 @@ class Updater:
                 what = "updates in a row had a loss or gradient that is not finite, the last one in step"
                 raise TrainingDiverged(f"Agent {self.config.id}: {MAX_NONFINITE_IN_A_ROW} {what} {step}.")
             return False
-        nn.utils.clip_grads_with_norm_(self.weights.weights, self.config.max_grad_norm, norm)
-        self.optimizer.step()
+        for weights in self.weights.portions():
+            nn.utils.clip_grads_with_norm_(weights, self.config.max_grad_norm, norm)
+            self.optimizer.step()
         self.weights.publish()
         self.nonfinite_in_a_row = 0
         self.updates += 1

@@ -1,6 +1,7 @@
 """The trained weights, float32 whatever dtype the model computes in: whole, or divided among processes (FSDP)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from hacrl.decoder.policy import Policy, local
 from hacrl.decoder.scoring import TokenLogprobs
 from hacrl.learners.ranks import Ranks
 
+PORTION = 1 << 27
+"""Weights that are updated at a time if their gradients must become float32 first: 512 MiB of gradients."""
+
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters only: buffers such as the frequencies of rotary embeddings must keep their precision."""
@@ -28,41 +32,104 @@ def copy_tied(state: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor]) -> 
     return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 
+def _hand_over(weight: nn.Parameter, parameter: Tensor) -> None:
+    """Add a parameter's gradient, which was just computed, to that of its float32 weight, and free it."""
+    assert weight.grad is not None
+    assert parameter.grad is not None
+    weight.grad.add_(parameter.grad.to(weight.device))
+    parameter.grad = None
+
+
 class MasterWeights:
     """Float32 weights behind a model that computes in `dtype`; for float32 they are the model's own.
 
     A bfloat16 weight loses an update of 1e-6, and a large gradient a small one that is added to it; float32 keeps both.
-    With `offload`, these weights and their gradients are in the computer's memory.
+    So each gradient of a bfloat16 model is added to a float32 sum as soon as it is known, and freed. With
+    `gradient_dtype` bfloat16, gradients are added up in the model instead, which takes 2 bytes a parameter in place
+    of 4. With `offload`, these weights, and float32 gradients, are in the computer's memory.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, offload: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        offload: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
+        captured: bool = False,
+    ) -> None:
+        """`captured`: CUDA graphs add gradients to the model's own `grad` tensors, which must stay where they are."""
         self.working = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.separate = dtype != torch.float32 or offload
         self.weights = self.working
         """The float32 values of `working`, which the optimizer updates."""
-        if self.separate:
-            place = "cpu" if offload else self.working[0].device
-            self.weights = [nn.Parameter(p.detach().to(place, torch.float32, copy=True)) for p in self.working]
-            cast_parameters(model, dtype)
-        for parameter in {*self.working, *self.weights}:
-            parameter.grad = torch.zeros_like(parameter)
+        self._sums = self.working
+        """The parameters whose `grad` tensors add up the gradients of an update."""
+        self._fixed = self.working if captured else []
+        """The parameters whose `grad` tensors are in captured graphs."""
+        if not self.separate:
+            return
+        place = "cpu" if offload else self.working[0].device
+        self.weights = [nn.Parameter(p.detach().to(place, torch.float32, copy=True)) for p in self.working]
+        cast_parameters(model, dtype)
+        if gradient_dtype == torch.float32:
+            self._sums = self.weights
+            for parameter, weight in zip(self.working, self.weights, strict=True) if not captured else ():
+                parameter.register_post_accumulate_grad_hook(partial(_hand_over, weight))
 
     @property
     def gradients(self) -> list[Tensor]:
-        return [weight.grad for weight in self.weights if weight.grad is not None]
+        return [parameter.grad for parameter in self._sums if parameter.grad is not None]
 
     def zero_grad(self) -> None:
-        """Set gradients to 0 in place, because captured graphs add to these tensors."""
-        gradients: Any = [parameter.grad for parameter in {*self.working, *self.weights}]
+        """Set gradients to 0; in place where they exist, because captured graphs add to these tensors."""
+        kept = {*self._sums, *self._fixed}
+        for parameter in {*self.working} - kept:
+            parameter.grad = None  # left by a pass that failed
+        for parameter in kept:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients: Any = [parameter.grad for parameter in kept]
         torch._foreach_zero_(gradients)
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients until `zero_grad`, except where captured graphs need it."""
+        for parameter in {*self.working, *self._sums} - {*self._fixed}:
+            parameter.grad = None
 
     def collect(self) -> None:
         """Add the gradients that a backward pass left in the model to those of the weights."""
-        if self.separate:
+        if self._fixed and self._sums is not self._fixed:
             working: Any = [parameter.grad for parameter in self.working]
-            taken = [gradient.to(weight) for gradient, weight in zip(working, self.weights, strict=True)]
-            torch._foreach_add_(self.gradients, taken)
+            self.add(working)
             torch._foreach_zero_(working)
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add gradients, one for each weight."""
+        pairs = zip(self.gradients, gradients, strict=True)
+        torch._foreach_add_(self.gradients, [gradient.to(total) for total, gradient in pairs])
+
+    def portions(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the weights to update next, with float32 gradients; all at once if gradients are float32 anyway."""
+        if self._sums is self.weights:
+            yield self.weights
+            return
+        portion: list[nn.Parameter] = []
+        for parameter, weight in zip(self.working, self.weights, strict=True):
+            assert parameter.grad is not None
+            weight.grad = parameter.grad.to(weight)
+            portion.append(weight)
+            if sum(own.numel() for own in portion) >= PORTION or weight is self.weights[-1]:
+                yield portion
+                for own in portion:
+                    own.grad = None
+                portion = []
+
+    def move(self, device: torch.device) -> None:
+        """Move the float32 weights, if the model has others, to a device; free gradients that are not at work."""
+        self.release_gradients()
+        if self.separate:
+            for weight in self.weights:
+                weight.data = weight.data.to(device)
 
     def publish(self) -> None:
         """Copy the weights that an update has changed to the model."""
@@ -71,11 +138,11 @@ class MasterWeights:
                 torch._foreach_copy_(list[Tensor](self.working), list[Tensor](self.weights))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state in float32, as copies."""
+        """The model's state in float32, as copies in the computer's memory."""
         float32 = dict(zip(map(id, self.working), self.weights, strict=True))
         parameters = {name: float32.get(id(p), p) for name, p in model.named_parameters(remove_duplicate=False)}
         state = {name: parameters.get(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-        return copy_tied(state, lambda tensor: tensor.detach().clone())
+        return copy_tied(state, lambda tensor: tensor.detach().to("cpu", copy=True))
 
     def load_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         model.load_state_dict(state)
@@ -124,16 +191,14 @@ class ShardedWeights:
     def __init__(self, model: nn.Module) -> None:
         self.working = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = [nn.Parameter(local(parameter.detach())) for parameter in self.working]
-        for weight in self.weights:
-            weight.grad = torch.zeros_like(weight)
 
     @property
     def gradients(self) -> list[Tensor]:
         return [weight.grad for weight in self.weights if weight.grad is not None]
 
     def zero_grad(self) -> None:
-        gradients: Any = self.gradients
-        torch._foreach_zero_(gradients)
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
         for parameter in self.working:
             parameter.grad = None
 
@@ -142,6 +207,23 @@ class ShardedWeights:
             if parameter.grad is not None:
                 gradient += local(parameter.grad)
                 parameter.grad = None
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        """Add gradients, one for each weight."""
+        torch._foreach_add_(self.gradients, list(gradients))
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients until `zero_grad`."""
+        for weight in self.weights:
+            weight.grad = None
+
+    def portions(self) -> Iterator[list[nn.Parameter]]:
+        """Yield the weights to update, all at once."""
+        yield self.weights
+
+    def move(self, device: torch.device) -> None:
+        """Free gradients; the weights stay, because the model computes with them."""
+        self.release_gradients()
 
     def publish(self) -> None:
         """Do nothing: the model shares the memory of the weights."""

@@ -79,6 +79,13 @@ class GraphedEngine(NativeEngine):
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.run_before: set[tuple[object, ...]] = set()
 
+    def release(self) -> None:
+        """Give back the memory of the cache, and of the graphs that write to it, until the next sampling."""
+        super().release()
+        self.board = None
+        self.graphs.clear()
+        self.pool = torch.cuda.graph_pool_handle()
+
     def _decode(self, batch: Batch, params: SamplingParams, seed: int) -> Sampled:
         T, N, (P, L), device = params.max_completion_length, len(batch.row_N), batch.ids_PL.shape, self.backbone.device
         B, room_P, room_L = bucket(N), bucket(P), -(-L // 32) * 32

@@ -55,6 +55,10 @@ class NativeEngine:
         self.backbone, self.tokenizer, self.stop_ids, self.batch_size = backbone, tokenizer, list(stop_ids), batch_size
         self.cache = SharedCache()
 
+    def release(self) -> None:
+        """Give back the memory of the cache until the next sampling."""
+        self.cache = SharedCache()
+
     @torch.no_grad()
     def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         G = params.num_generations

@@ -10,9 +10,10 @@ import torch
 
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.config.settings import apply_overrides
+from hacrl.decoder.policy import SHORT
 from hacrl.errors import UserError
 from hacrl.rollouts.vllm import SHARE
-from hacrl.training.plan import AgentPlan, Shapes, is_on_gpu, plan
+from hacrl.training.plan import AgentPlan, Shapes, is_on_gpu, moves_when_idle, plan
 
 GPUS = {"h200": 139.8, "h100": 79.1, "a100-80": 79.2, "l40s": 44.4, "4090": 23.5}
 """Memory of GPUs in GiB, as CUDA reports it."""
@@ -82,11 +83,18 @@ class Memories:
             return Need(agents, place, total, total, there)
         if config.execution == "ray" and there is not None:
             there *= min(rows[0][0].resources.num_gpus or 1, 1)
-        # In turns: each keeps its weights, optimizer and cache, and one at a time makes passes.
-        kept = sum(sum(row.memory[name] for name in ("weights", "optimizer", "cache")) for _, row in rows)
-        kept += sum(_of_vllm(agent) for agent, _ in rows) * (there or 0)
+        # In turns: each keeps weights and optimizer, and its cache while there is room; one samples or learns.
+        idle = sum(_idle(config, agent, row) for agent, row in rows)
+        learning = [_learning(config, agent, row) for agent, row in rows]
         passes = [row.memory["activations"] + row.memory["logits"] for _, row in rows]
-        return Need(agents, place, kept + max(passes), kept + max(row.least_pass for _, row in rows), there)
+        caches = [row.memory["cache"] for _, row in rows]
+        planned = idle + sum(caches) + max(map(sum, zip(learning, passes, strict=True)))
+        if there is not None:
+            turns = (max(cache, own + made) for cache, own, made in zip(caches, learning, passes, strict=True))
+            planned = min(planned, max(idle, SHORT * there) + max(turns))
+        least = [own + row.least_pass for own, (_, row) in zip(learning, rows, strict=True)]
+        vllm = sum(_of_vllm(agent) for agent, _ in rows) * (there or 0)
+        return Need(agents, place, vllm + planned, vllm + idle + max(*caches, *least), there)
 
     def size(self, place: str) -> float | None:
         """GiB of a memory."""
@@ -162,13 +170,15 @@ class Memories:
         if any(agent.fsdp > 1 for agent in tight) or not on_gpu:  # elsewhere passes are halved by themselves
             rollouts = config.prompts_per_step * max(config.rollouts_per_prompt(agent) for agent in tight)
             yield [each("micro_batch_size", size) for size in _halves(rollouts)]
-        if not config.algorithm.beta and any(agent.log_kl for agent in tight):
+        if not config.algorithm.beta and any(agent.log_kl is not False for agent in tight):
             yield [each("log_kl", "false")]
         gpus = torch.cuda.device_count() if self.gpu is None else max(GPU_COUNTS)
         if config.execution == "local" and 1 < len(on_gpu) <= gpus:
             places = [(agent, f"cuda:{index}") for index, agent in enumerate(on_gpu)]
             yield [[f"agents.{a.id}.device={place}" for a, place in places if (a.device, place) != ("auto", "cuda:0")]]
         yield [each("dtype", "bfloat16", own) for own in [[a for a in tight if a.dtype == "float32"]] if own]
+        moving = [agent for agent in on_gpu if not agent.optimizer_offload]
+        yield [each("offload_idle", "true", moving)] * (len(moving) > 1 and config.execution == "local")
         yield [each("optimizer_offload", "true", on_gpu)] * bool(on_gpu)
         yield [each("lora.r", 16, own) for own in [[a for a in tight if a.lora is None]] if own]
         yield [each("fsdp", size, on_gpu) for size in GPU_COUNTS if on_gpu and on_gpu[0].fsdp < size <= gpus]
@@ -187,6 +197,17 @@ def _places(config: RunConfig, agent: AgentConfig) -> list[str]:
         return [f"GPU of {agent.id}"]
     first = int(agent.device.partition(":")[2] or 0)
     return [f"cuda:{index}" for index in range(first, first + agent.fsdp)]
+
+
+def _idle(config: RunConfig, agent: AgentConfig, row: AgentPlan) -> float:
+    """GiB that the agent keeps on its GPU while another one works."""
+    return row.memory["weights"] + (0 if moves_when_idle(config, agent) else row.memory["optimizer"])
+
+
+def _learning(config: RunConfig, agent: AgentConfig, row: AgentPlan) -> float:
+    """GiB that the agent needs besides while it learns, passes not included."""
+    own = row.memory["gradients"] + row.memory["parts"]
+    return own + (row.memory["optimizer"] if moves_when_idle(config, agent) else 0)
 
 
 def _of_vllm(agent: AgentConfig) -> float:

@@ -11,9 +11,11 @@ import torch
 
 from hacrl.agents.loading import count_parameters, load_model_config
 from hacrl.config import AgentConfig, RunConfig
+from hacrl.config.agent import logs_kl
 from hacrl.decoder.head import CHUNK_ELEMENTS
-from hacrl.decoder.policy import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS
+from hacrl.decoder.policy import CAPTURED, CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, lean_layer
 from hacrl.execution.local import THREADS
+from hacrl.learners.parts import EXACT
 from hacrl.tasks import build_task
 from hacrl.tasks.dataset import is_on_hub
 from hacrl.tasks.problem import Problem
@@ -28,6 +30,8 @@ class Shape:
     parameters: int
     layers: int
     width: int
+    inner: int
+    """Width inside of the MLP."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -40,7 +44,13 @@ class Shape:
         settings = text.to_dict()  # not every architecture has grouped heads or a head size of its own
         kv_heads = settings.get("num_key_value_heads") or heads
         head_dim = settings.get("head_dim") or width // heads
-        return cls(parameters, text.num_hidden_layers, width, heads, kv_heads, head_dim, text.vocab_size)
+        inner = settings.get("intermediate_size") or 4 * width
+        return cls(parameters, text.num_hidden_layers, width, inner, heads, kv_heads, head_dim, text.vocab_size)
+
+    def activations(self, checkpointed: bool) -> int:
+        """How many numbers one token keeps until the backward pass, and in it."""
+        layer = lean_layer(self.width, self.inner, (self.heads + self.kv_heads) * self.head_dim)
+        return self.layers * self.width + 2 * layer if checkpointed else (self.layers + 1) * layer
 
     def cache_bytes(self, size: int) -> int:
         """Bytes of the keys and values of one token, with `size` bytes a number."""
@@ -110,7 +120,7 @@ class AgentPlan:
     least_pass: float
     """GiB of activations and logits in the smallest passes that learning falls back to when memory is short."""
     host_memory: float
-    """GiB that `optimizer_offload` needs in the computer's memory."""
+    """GiB that `optimizer_offload` or `offload_idle` needs in the computer's memory."""
     device: str
     """The devices that the seconds are estimated for."""
     sampling: float
@@ -147,7 +157,7 @@ def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool, shape: Shape, trained: int) -> AgentPlan:
     """Make the plan of one agent; `shares_base`: another agent with adapters has loaded the model already."""
     device, cores = device_of(config, agent)
-    optimizer = optimizer_bytes(config, agent, trained)
+    optimizer = optimizer_bytes(agent, trained)
     return AgentPlan(
         id=agent.id,
         parameters=shape.parameters,
@@ -158,10 +168,12 @@ def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool, shape: 
         memory={
             "weights": weight_bytes(config, agent, shape.parameters, trained, shares_base) / GIB,
             "optimizer": (0 if agent.optimizer_offload else optimizer) / GIB,
+            "gradients": gradient_bytes(config, agent, shape.parameters, trained) / GIB,
+            "parts": part_bytes(config, agent, trained) / GIB,
             **working_memory(config, agent, shape),
         },
         least_pass=least_pass(config, agent, shape),
-        host_memory=(optimizer if agent.optimizer_offload else 0) / GIB,
+        host_memory=host_bytes(config, agent, trained) / GIB,
         device=f"{cores * agent.fsdp} x {device.name}",
         sampling=sampling_seconds(config, agent, shape, device.times(cores)),
         learning=learning_seconds(config, agent, shape, device.times(cores)),
@@ -203,23 +215,48 @@ def number_bytes(agent: AgentConfig) -> int:
 
 
 def weight_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained: int, shares_base: bool) -> int:
-    """Bytes of the model's weights, of gradients in their dtype, and of the starting policy, which needs no copy where
-    there are adapters."""
+    """Bytes of the model's weights and of the starting policy, which needs no copy where there are adapters."""
     size = number_bytes(agent)
-    keeps_reference = bool(config.algorithm.beta) or agent.log_kl
+    keeps_reference = bool(config.algorithm.beta) or logs_kl(agent, parameters)
     if agent.fsdp > 1:  # parts of both in float32, and the whole model while it samples
         return 4 * parameters * (1 + keeps_reference) // agent.fsdp + size * parameters
-    gradients = trained if has_master_weights(agent) else 0
     if agent.lora is not None:
-        return size * (gradients + trained + (0 if shares_base else parameters))
-    return size * (gradients + parameters * (1 + keeps_reference))
+        return size * (trained + (0 if shares_base else parameters))
+    return size * parameters * (1 + keeps_reference)
 
 
-def optimizer_bytes(config: RunConfig, agent: AgentConfig, trained: int) -> int:
-    """Bytes of float32 gradients, of Adam's two moments, and of float32 weights if the model's are separate."""
-    splits_gradient = config.algorithm.shares_rollouts and len(config.names) > 1  # keeps the own part of the gradient
+def optimizer_bytes(agent: AgentConfig, trained: int) -> int:
+    """Bytes of Adam's two moments, and of float32 weights if the model's are separate."""
     moments = 2 * (1 if agent.optimizer == "adamw_8bit" else 4)
-    return trained * (4 * (1 + splits_gradient + has_master_weights(agent)) + moments) // agent.fsdp
+    return trained * (4 * has_master_weights(agent) + moments) // agent.fsdp
+
+
+def gradient_bytes(config: RunConfig, agent: AgentConfig, parameters: int, trained: int) -> int:
+    """Bytes of gradients while the agent learns. Those of a large model are added up in one place; a smaller one on a
+    GPU has gradients in its own dtype besides, which CUDA graphs write."""
+    low = agent.gradient_dtype == "bfloat16"
+    total = 2 if low else 0 if agent.optimizer_offload else 4
+    if has_master_weights(agent) and not low and is_on_gpu(config, agent) and parameters <= CAPTURED:
+        total += number_bytes(agent)
+    return trained * total // agent.fsdp
+
+
+def part_bytes(config: RunConfig, agent: AgentConfig, trained: int) -> int:
+    """Bytes of a copy of the own part of a gradient and of the foreign part, where both are told apart by a copy."""
+    shares = config.algorithm.shares_rollouts and len(config.names) > 1
+    return 8 * trained // agent.fsdp if shares and trained <= EXACT and not agent.optimizer_offload else 0
+
+
+def host_bytes(config: RunConfig, agent: AgentConfig, trained: int) -> int:
+    """Bytes that the agent's training takes in the computer's memory, if its model is on a GPU."""
+    if agent.optimizer_offload:
+        return optimizer_bytes(agent, trained) + 4 * trained
+    return optimizer_bytes(agent, trained) if moves_when_idle(config, agent) else 0
+
+
+def moves_when_idle(config: RunConfig, agent: AgentConfig) -> bool:
+    """Whether the optimizer's states are on the GPU only while the agent learns."""
+    return agent.offload_idle and is_on_gpu(config, agent)
 
 
 def has_master_weights(agent: AgentConfig) -> bool:
@@ -245,13 +282,14 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
 
 
 def pass_memory(agent: AgentConfig, shape: Shape, tokens: int, checkpointed: bool) -> dict[str, float]:
-    """GiB of the activations and logits of so many tokens; `checkpointed` keeps only what goes into each layer."""
-    # About 34 bytes a layer, position and channel at two bytes a number, without attention matrices.
-    channels = shape.layers + 17 if checkpointed else 17 * shape.layers
+    """GiB of the activations and logits of so many tokens, and of the gradient of the output layer."""
+    size, head = number_bytes(agent), 0 if agent.lora else shape.vocabulary * shape.width
+    # A float32 sum and the product to be added, then the sum in bfloat16; in float32 products add to the sum.
+    head_gradient = head * (10 if size == 2 else 4)
     return {
-        "activations": number_bytes(agent) * channels * shape.width * tokens / GIB,
+        "activations": size * shape.activations(checkpointed) * tokens / GIB,
         # One slice at a time: logits, probabilities and their gradient.
-        "logits": 3 * 4 * min(CHUNK_ELEMENTS, tokens * shape.vocabulary) / GIB,
+        "logits": (3 * 4 * min(CHUNK_ELEMENTS, tokens * shape.vocabulary) + head_gradient) / GIB,
     }
 
 
@@ -289,7 +327,7 @@ def learning_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device
     reference = 0.0
     if config.algorithm.beta:
         reference = agent.num_iterations
-    elif agent.log_kl:  # logged in the first update alone
+    elif logs_kl(agent, shape.parameters):  # logged in the first update alone
         reference = 1 / config.updates_per_step(agent)
     own_passes = agent.num_iterations * gradient + agent.recomputes_logprobs + reference
     looks = agent.fast and not config.trace and not config.algorithm.keeps_all

@@ -142,7 +142,7 @@ class Pupil:
         start = time.perf_counter()
         metrics: dict[str, Any] = {}
         if self.rows.heldout:
-            metrics["eval_loss"] = self.losses[step] = self.learner.loss(self.rows.heldout)
+            metrics["eval_loss"] = self.losses[step] = self.learner.loss(self.rows.heldout, step)
         if task is not None and (problems := task.eval_problems):
             verdicts = task.score(problems, self.source.answer(problems))
             metrics |= accuracy_metrics("eval_accuracy", problems, verdicts)
