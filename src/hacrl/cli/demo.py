@@ -14,9 +14,9 @@ from typer import Option
 
 from hacrl.cli.common import Overrides
 from hacrl.cli.common import console as terminal
-from hacrl.cli.tables import new_table
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.live.summary import new_table
 from hacrl.signs import doing
 
 EVIDENCE = Path(__file__).parent / "demo_seeds.json"

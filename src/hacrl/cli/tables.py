@@ -1,6 +1,6 @@
 """What commands print as tables."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +13,12 @@ from hacrl.config import RunConfig
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.errors import UserError, nearest
 from hacrl.evaluation.options import Options
+from hacrl.live.summary import decimals, new_table
 from hacrl.signs import doing
 
 if TYPE_CHECKING:  # the command starts without torch
     from hacrl.training.fit import Memories
     from hacrl.training.plan import AgentPlan
-
-
-def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
-    """An empty table with numbers to the right, and texts, whose columns are named, to the left."""
-    table = Table(title=Text(title, style="table.title"), title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", **options)
-    return table
-
-
-def decimals(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def print_models(console: Console) -> None:
@@ -124,25 +113,6 @@ def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]
         f"All agents: {seconds:,.2f} s a step, {duration(config.max_steps * seconds)} in all, if every completion has "
         f"its full length and no work can be saved; verification, {imitation}evaluation and checkpoints come on top."
     )
-
-
-def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    from hacrl.live.progress import duration, wall_seconds
-    from hacrl.training.health import findings
-    from hacrl.training.run_dir import RunDir
-
-    counted = ("rollouts", "updates", "unverified", "dropped")
-    title = f"{summary.get('algorithm')}, {summary['steps']} steps"
-    table = new_table(title, "agent", "start", "final", *counted)
-    for agent_id, agent in summary["agents"].items():
-        accuracies = [decimals(agent.get(name)) for name in ("start_accuracy", "final_accuracy")]
-        table.add_row(agent_id, *accuracies, *(f"{agent.get(name, 0):,}" for name in counted))
-    console.print(table)
-    run = RunDir(run_dir)
-    for finding in findings(run.config(), run.metrics()):
-        console.print(Text.assemble(("note ", "yellow"), finding), soft_wrap=True)
-    lines = f"Time: {duration(wall_seconds(summary))}\nRun: {run_dir}   look at it with: hacrl rollouts {run_dir}"
-    console.print(Text(lines), soft_wrap=True)
 
 
 def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Path]) -> None:

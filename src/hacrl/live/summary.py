@@ -1,0 +1,43 @@
+"""The table at the end of a run, with what was wrong with its learning."""
+
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def new_table(title: str, *columns: str, left: Container[str] = ("agent", "model"), **options: Any) -> Table:
+    """An empty table with numbers to the right, and texts, whose columns are named, to the left."""
+    table = Table(title=Text(title, style="table.title"), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", **options)
+    return table
+
+
+def decimals(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def print_summary(console: Console, run_dir: Path, summary: dict[str, Any], *, already_finished: bool = False) -> None:
+    """What a run has reached, what that has cost, and what was wrong with its learning."""
+    from hacrl.live.progress import duration, wall_seconds
+    from hacrl.training.health import findings
+    from hacrl.training.run_dir import RunDir
+
+    if already_finished:
+        console.print(Text(f"{run_dir} is already finished: {summary['steps']} steps. Nothing to do."), soft_wrap=True)
+    counted = ("rollouts", "updates", "unverified", "dropped")
+    title = f"{summary.get('algorithm')}, {summary['steps']} steps"
+    table = new_table(title, "agent", "start", "final", *counted)
+    for agent_id, agent in summary["agents"].items():
+        accuracies = [decimals(agent.get(name)) for name in ("start_accuracy", "final_accuracy")]
+        table.add_row(agent_id, *accuracies, *(f"{agent.get(name, 0):,}" for name in counted))
+    console.print(table)
+    run = RunDir(run_dir)
+    for finding in findings(run.config(), run.metrics()):
+        console.print(Text.assemble(("note ", "yellow"), finding), soft_wrap=True)
+    lines = f"Time: {duration(wall_seconds(summary))}\nRun: {run_dir}   look at it with: hacrl rollouts {run_dir}"
+    console.print(Text(lines), soft_wrap=True)
