@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas
 import pytest
 from datasets import Dataset, DatasetDict
 from nbclient import NotebookClient
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hacrl
@@ -91,6 +93,18 @@ def test_rewards_are_those_of_the_functions(run: RunResult) -> None:
     assert {line["reward_parts"]["right"] for line in lines} == {0.0, 1.0}
 
 
+def test_the_final_table_says_what_was_wrong(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=500)
+    changes = {"reward": lambda completions, **columns: [0.5] * len(completions), "max_steps": 1, "eval": None}
+    train(tmp_path / "run", console=console, **changes)
+    said = console.file.getvalue()
+    assert "hacpo_robust, 1 steps" in said
+    for agent in ("llama-plus", "neox"):
+        assert f"note In all 1 steps every rollout of agent {agent} had the reward 0.5, so it learned nothing." in said
+    hacrl.train(tmp_path / "run", resume=True, console=console)
+    assert "is already finished: 1 steps. Nothing to do.\n" in console.file.getvalue().removeprefix(said)
+
+
 def test_metrics_without_pandas(run: RunResult, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert run.metrics() == RunDir(run.run_dir).metrics()
@@ -153,7 +167,7 @@ def test_settings_replace_those_of_a_source(tmp_path: Path) -> None:
         (None, {}, r"hacrl\.train: agents: missing"),
         (None, {"train": None, "reward": None}, "There is nothing to train on: give train= and reward=, or task="),
         (None, {"agents": AGENTS, "reward": None}, "task: reward is missing"),
-        (None, {"agents": "zoo:llama-plus"}, "agents: .*list"),
+        (None, {"agents": "zoo:llama-plus"}, r"agents: expected a list of models, or .*, not 'zoo:llama-plus'\."),
         (None, {"agents": [3]}, r"agents\.0: (Input should be|expected)"),
         (None, {"agents": []}, "agents: List should have at least 1 item"),
         (None, {"agents": [{"model": "zoo:tiny", "lr": 1}]}, r"agents\.0\.lr: unknown key 'lr' \(set to 1\)"),
@@ -190,6 +204,19 @@ def test_a_reward_that_cannot_be_pickled_leaves_no_folder(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+def test_errors_of_rewards_are_harmless_and_name_the_function(tmp_path: Path) -> None:
+    class Short:
+        def __init__(self) -> None: ...
+
+    def hostile(completions: list[str], **columns: Any) -> list[float]:
+        raise ValueError("\x1b[31mred")
+
+    for reward, said in ((Short, "Reward function Short raised TypeError"), (hostile, r"ValueError: \x1b[31mred")):
+        with pytest.raises(UserError) as caught:
+            train(tmp_path / said[:20], reward=reward, max_steps=1, eval=None)
+        assert said in str(caught.value)
+
+
 # --- resuming --------------------------------------------------------------------------------------
 
 
@@ -204,7 +231,7 @@ def test_a_run_is_continued_with_the_same_objects(run: RunResult, tmp_path: Path
         UserError, match=r"was given from Python \(task.train, task.eval, task.reward\)\. Continue .* hacrl"
     ):
         hacrl.train(tmp_path / "run", resume=True, max_steps=3)
-    with pytest.raises(UserError, match="started with another task"):
+    with pytest.raises(UserError, match=r"started with another task\.reward\."):
         hacrl.train(tmp_path / "run", resume=True, train=ROWS, eval=HELDOUT, reward="exact", max_steps=3)
 
     rows = Dataset.from_list(ROWS)
@@ -299,11 +326,13 @@ def test_a_notebook_shows_a_table_that_is_updated_in_place(executed: Callable[..
         "run.metrics()",
     )
     _, trained, continued, metrics = client.nb.cells
-    (table,) = [output.data for output in trained.outputs if output.output_type == "display_data"]
+    table, *_ = [output.data for output in trained.outputs if output.output_type == "display_data"]
     assert "step 8/8" in table["text/plain"]
     assert "llama-minus" in table["text/html"]
     assert len({text.splitlines()[-1] for text in client.updates}) > 2, "the table stood still"
     said = "".join(output.text for output in continued.outputs if output.output_type == "stream")
-    assert "run was started with another task" in said
-    assert "step 9/9" in continued.outputs[-1].data["text/plain"]
+    assert "run was started with another task.reward" in said
+    shown = [output.data["text/plain"] for output in continued.outputs if output.output_type == "display_data"]
+    assert "step 9/9" in shown[0]
+    assert "hacpo_robust, 9 steps" in "".join(shown[1:])
     assert "<p>10 rows" in metrics.outputs[0].data["text/html"]

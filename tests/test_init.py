@@ -60,6 +60,9 @@ def test_a_starting_file_is_valid_and_is_never_overwritten(
 def test_tasks_without_data(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hacrl(monkeypatch, "init", "zoo:llama-weak", "--data", data, "--output", "a.yaml") == 0
     assert hacrl(monkeypatch, "train", "a.yaml", "--dry-run") == 0
+    assert hacrl(monkeypatch, "init", "--from-trl", "grpo.yaml", "--data", data, "--output", "b.yaml") == 0
+    assert hacrl(monkeypatch, "train", "b.yaml", "--dry-run") == 0
+    assert RunConfig.load("b.yaml").task.name == data
 
 
 def test_a_file_of_trl_is_translated_and_trains(
@@ -84,6 +87,7 @@ def test_a_file_of_trl_is_translated_and_trains(
         (["zoo:llama-weak"], "Name the models and the data"),
         (["--from-trl", "nothing.yaml"], "There is no file nothing.yaml"),
         (["zoo:llama-weak", "--data", "arithmetic", "--reward", "exact"], "has its own verifier"),
+        (["--from-trl", "grpo.yaml", "--data", "arithmetic", "--reward", "exact"], "has its own verifier"),
         (["zoo:llama-weak", "--data", "arithmetic", "--output", "no/a.yaml"], "The folder no does not exist"),
     ],
 )

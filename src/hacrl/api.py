@@ -14,6 +14,8 @@ from hacrl.config.run import check_command
 from hacrl.config.settings import read_source
 from hacrl.config.task import TaskConfig
 from hacrl.errors import UserError
+from hacrl.live.summary import print_summary
+from hacrl.terminal import Terminal
 from hacrl.training.run_dir import RunDir
 
 Source = str | os.PathLike[str] | dict[str, Any] | RunConfig
@@ -50,13 +52,19 @@ def train(
     given = {name: value for name, value in task.items() if value is not None}
     if agents is not None:
         settings["agents"] = agents
-    return run.train(config_of(config, given, settings, resume), resume=resume, console=console, title=title)
+    console, whole = console or Terminal(), config_of(config, given, settings, resume)
+    result = run.train(whole, resume=resume, console=console, title=title)
+    print_summary(console, result.run_dir, result.summary, already_finished=result.already_finished)
+    return result
 
 
 def config_of(source: Source | None, given: dict[str, Any], settings: dict[str, Any], resume: bool) -> RunConfig:
     """The config that the arguments of `train` describe; `given` belongs to its task."""
     if isinstance(source, RunConfig) and not given and not settings:
         return source
+    if not isinstance(settings.get("agents", []), list | tuple):
+        expected = "expected a list of models, or of dicts with a model and its settings"
+        raise UserError(f"agents: {expected}, not {settings['agents']!r}.")
     data, where = _settings_of(source, resume)
     if isinstance(settings.get("algorithm"), str):
         settings = {**settings, "algorithm": {"name": settings["algorithm"]}}

@@ -18,6 +18,9 @@ LACK_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 class UserError(Exception):
     """An error that the user can fix; the message says what is wrong, where, and what to do."""
 
+    def __str__(self) -> str:
+        return harmless(super().__str__())  # Python shows it, too, when a script lets it pass
+
 
 class TrainingDiverged(Exception):
     """Three updates in a row had a non-finite loss or gradient."""

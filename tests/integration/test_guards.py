@@ -270,7 +270,7 @@ def test_another_config_is_no_continuation_and_changes_nothing(make_config: Make
         ({"algorithm": {"name": "hacpo", "alpha": 2.0}}, {"algorithm"}),
         ({"seed": 1}, {"seed"}),
         ({"learning_rate": 1e-3}, {"learning_rate", "agents"}),
-        ({"task": {"name": "arithmetic", "eval_size": 21}}, {"task"}),
+        ({"task": {"name": "arithmetic", "eval_size": 21}}, {"task.eval_size"}),
     ]
     for change, names in refused:
         for max_steps in (1, 2):

@@ -122,25 +122,6 @@ def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]
     )
 
 
-def print_summary(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    from hacrl.live.progress import duration, wall_seconds
-    from hacrl.training.health import findings
-    from hacrl.training.run_dir import RunDir
-
-    counted = ("rollouts", "updates", "unverified", "dropped")
-    title = f"{summary.get('algorithm')}, {summary['steps']} steps"
-    table = new_table(title, "agent", "start", "final", *counted)
-    for agent_id, agent in summary["agents"].items():
-        accuracies = [decimals(agent.get(name)) for name in ("start_accuracy", "final_accuracy")]
-        table.add_row(agent_id, *accuracies, *(f"{agent.get(name, 0):,}" for name in counted))
-    console.print(table)
-    run = RunDir(run_dir)
-    for finding in findings(run.config(), run.metrics()):
-        note(console, finding)
-    lines = f"Time: {duration(wall_seconds(summary))}\nRun: {run_dir}   look at it with: hacrl rollouts {run_dir}"
-    say(console, lines)
-
-
 def print_warmup(console: Console, summary: dict[str, Any], models: dict[str, Path]) -> None:
     measured = ("start_loss", "final_loss", "start_accuracy", "final_accuracy")
     columns = [*(name.replace("_", " ") for name in measured), "rows", "dropped"]

@@ -6,9 +6,10 @@ from typing import Annotated
 from typer import Argument, Option
 
 from hacrl.cli.common import Overrides, console, continued_by
-from hacrl.cli.tables import print_plan, print_summary
+from hacrl.cli.tables import print_plan
 from hacrl.config import RunConfig
 from hacrl.errors import UserError
+from hacrl.live.summary import print_summary
 from hacrl.signs import doing
 
 
@@ -35,6 +36,4 @@ def train(
     folder = Path(config.output_dir)
     with continued_by(f"continue with `hacrl train {folder} --resume`.", needed=folder / "config.yaml"):
         result = train_run(config, resume=resume, console=console)
-    if result.already_finished:
-        console.print(f"{result.run_dir} is already finished: {result.summary['steps']} steps. Nothing to do.")
-    print_summary(console, result.run_dir, result.summary)
+    print_summary(console, result.run_dir, result.summary, already_finished=result.already_finished)

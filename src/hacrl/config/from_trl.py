@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hacrl.config.run import TRACKERS, RunConfig
-from hacrl.config.starting import agents_of
+from hacrl.config.starting import agents_of, is_procedural
 from hacrl.config.strict import MOST
 from hacrl.config.task import is_data_set
 from hacrl.config.trl_keys import DEFAULTS, REASONS, RENAMED, SAME, TRL_KEYS
@@ -138,7 +138,10 @@ def translate(
         del values["bf16"]
     _check_types(values)
     _models_and_data(found, values, models, data)
-    _rewards(found, values, reward)
+    if data is not None and is_procedural(data, reward):
+        _procedural(found, data)
+    else:
+        _rewards(found, values, reward)
     _algorithm(found, values)
     if values.get("use_vllm") and given.get(NO_BOUND, 0) is None:  # null is TRL's word for no bound, and ours
         found.put(NO_BOUND, None, NO_BOUND)
@@ -220,6 +223,15 @@ def _models_and_data(found: Translation, values: Mapping[str, Any], models: Sequ
             found.put("task.eval_subset", values["dataset_config"], "dataset_config")
     elif "dataset_test_split" in values and is_data_set(train):
         found.left_out["dataset_test_split"] = "TRL reads it only with an eval_strategy"
+
+
+def _procedural(found: Translation, name: str) -> None:
+    """Take a task that makes and verifies its own problems in place of data and rewards."""
+    del found.settings["task"], found.origin["task"]
+    found.put("task.name", name, "dataset_name")
+    found.taken["dataset_name"] = f"task.name: {name}"
+    own = ("dataset_config", "dataset_train_split", "dataset_test_split", "reward_funcs", "reward_weights")
+    found.left_out |= dict.fromkeys(own, f"the task {name} has its own problems and verifier")
 
 
 def _rewards(found: Translation, values: Mapping[str, Any], chosen: str | None) -> None:

@@ -63,7 +63,8 @@ class GivenReward(Given):
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a reward function in metrics: its own, as in TRL, or that of its class."""
-    return function.__name__.strip("<>") if inspect.isroutine(function) else type(function).__name__
+    named = inspect.isroutine(function) or inspect.isclass(function)
+    return function.__name__.strip("<>") if named else type(function).__name__
 
 
 def rows_given(rows: list[Any]) -> GivenRows:

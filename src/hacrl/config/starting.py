@@ -37,13 +37,19 @@ def agents_of(models: Sequence[str]) -> list[dict[str, str]]:
     return agents
 
 
+def is_procedural(data: str, reward: str | None) -> bool:
+    """Whether --data names a task that makes its problems; UserError if --reward comes with it."""
+    procedural = data == "arithmetic" or data.startswith("gym:")
+    if procedural and reward is not None:
+        raise UserError(f"--reward: the task {data} has its own verifier. Leave --reward out.")
+    return procedural
+
+
 def starting_settings(
     models: Sequence[str], data: str, reward: str | None, output_dir: str, rows: int | None = None
 ) -> dict[str, Any]:
     """Settings to start from, for these models and data. `rows` counts the rows of the data, if known."""
-    procedural = data == "arithmetic" or data.startswith("gym:")
-    if procedural and reward is not None:
-        raise UserError(f"--reward: the task {data} has its own verifier. Leave --reward out.")
+    procedural = is_procedural(data, reward)
     return {
         "algorithm": {"name": "hacpo_robust"},
         "agents": agents_of(models),

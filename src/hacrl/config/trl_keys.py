@@ -71,7 +71,7 @@ LEFT_OUT: dict[str, str] = {
         num_completions_to_print log_unique_prompts include_for_metrics skip_memory_metrics debug""",
     "trackers are called by output_dir": """
         run_name project trackio_space_id trackio_bucket_id trackio_static_space_id""",
-    "a run sends nothing to the hub; hacrl export RUN AGENT --push-to-hub ORG/NAME uploads a model": """
+    "training sends nothing to the hub; hacrl export RUN AGENT --push-to-hub ORG/NAME does, afterwards": """
         push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         log_completions_hub_repo""",
     "a checkpoint always holds everything, and hacrl train RUN --resume continues from it": """

@@ -222,10 +222,19 @@ def refuse_changes(new: BaseModel, old: BaseModel, folder: str, what: str, allow
     """Raise UserError if settings differ that must not change when a run or a warm-up is continued."""
     changed = changed_settings(new, old, allowed)
     if changed:
+        places = [place for name in changed for place in _places(new, old, name, allowed)]
         raise UserError(
-            f"{folder} was started with another {', '.join(changed)}. When {what} is continued, only "
+            f"{folder} was started with another {', '.join(places)}. When {what} is continued, only "
             f"{', '.join(sorted(allowed))} can change. Start anew with another output_dir."
         )
+
+
+def _places(new: BaseModel, old: BaseModel, name: str, allowed: set[str]) -> list[str]:
+    """The settings that differ in a section, as section.setting; or the name of what is no section."""
+    now, then = getattr(new, name), getattr(old, name)
+    if not isinstance(now, BaseModel) or not isinstance(then, BaseModel):
+        return [name]
+    return [f"{name}.{place}" for place in changed_settings(now, then, allowed)] or [name]
 
 
 def to_json(line: dict[str, Any]) -> str:
