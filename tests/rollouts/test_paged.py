@@ -121,7 +121,7 @@ def test_one_row_that_does_not_fit_ends_in_a_sentence(make_engine: Make) -> None
     engine.sample([[5]], SamplingParams(1, 1, 0.0), seed=0)
     assert engine.cache is not None
     engine.cache.most_bytes = 2 * engine.cache.block_bytes
-    with pytest.raises(torch.OutOfMemoryError, match="Sampling: the cache of .* there is no memory for more"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Sampling: the cache of .* there is no memory for more"):
         engine.sample([[5]], SamplingParams(1, 11, 1.0), seed=2)
     with pytest.raises(torch.OutOfMemoryError, match="a prompt of 13 tokens does not fit"):
         engine.sample([[5] * 13], SamplingParams(1, 5, 1.0), seed=2)

@@ -82,7 +82,7 @@ class LocalEngine(ABC):
         self._counted += completions
         advance(completions)
 
-    def release(self) -> None:  # noqa: B027: not every engine keeps some
+    def release(self) -> None:
         """Give back memory that only makes the next sampling faster."""
 
     def forget(self) -> None:

@@ -1,6 +1,5 @@
 """Chooses the engine that samples from a policy; `GenerateEngine` works with any model, and others are faster."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from os import environ
 from typing import Any
@@ -37,7 +36,8 @@ def engine_of(policy: Policy, tokenizer: Tokenizer) -> Engine:
         return GenerateEngine(policy.model, *common)
     if policy.backbone.device.type == "cuda":
         with suppress(ImportError):  # its kernels need Triton
-            return cuda_engine()(policy.backbone, *common)
+            engine: Engine = cuda_engine()(policy.backbone, *common)
+            return engine
     return NativeEngine(policy.backbone, *common)
 
 

@@ -38,7 +38,7 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Texts, rows: Sequence[int], G: int) -> "Batch":
-        """Make a batch of these completions; row i * G + g continues prompt i. A prompt that occurs twice is read once."""
+        """Make a batch of these rows; row i * G + g continues prompt i. A prompt that occurs twice is read once."""
         index = {prompt: p for p, prompt in enumerate(dict.fromkeys(tuple(prompts[row // G]) for row in rows))}
         pairs = sorted((index[tuple(prompts[row // G])], row) for row in rows)
         ids_PL, mask_PL = pad(list(index), 0, torch.device("cpu"), left=False)

@@ -228,7 +228,8 @@ class PagedEngine(LocalEngine):
                 if others:
                     break
                 raise OneDoesNotFit(
-                    f"{self.who}: the cache of one completion with a prompt of {len(row.prompt.tokens)} tokens does not fit."
+                    f"{self.who}: the cache of one completion with a prompt of {len(row.prompt.tokens)} tokens does "
+                    "not fit into memory."
                 )
             room -= of_prompt + own
             waiting.popleft()
