@@ -16,7 +16,7 @@ from hacrl.config.agent import AgentConfig, Settings, with_current_names, with_i
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
 from hacrl.config.sources import SourceConfig
-from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at
+from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at, written
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.config.task import TaskConfig
 from hacrl.errors import UserError, nearest
@@ -99,7 +99,7 @@ class TeamConfig(Strict):
 class RayConfig(Strict):
     """Where agents run with `execution: ray`, and what happens when one is lost."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
+    address: Annotated[str, written(r"^(auto|[^\s:/]+:[0-9]{1,5})$", "auto or HOST:PORT")] | None = None
     """auto: this machine's cluster; or HOST:PORT; null: a private Ray instance."""
     on_failure: Literal["restart", "stop"] = "restart"
     """When an agent is lost: `restart` from the newest checkpoint, or `stop`."""
