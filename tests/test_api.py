@@ -100,7 +100,9 @@ def test_the_final_table_says_what_was_wrong(tmp_path: Path) -> None:
     said = console.file.getvalue()
     assert "hacpo_robust, 1 steps" in said
     for agent in ("llama-plus", "neox"):
-        assert f"note In all 1 steps every rollout of agent {agent} had the reward 0.5, so it learned nothing." in said
+        assert (
+            f"note In the only step every rollout of agent {agent} had the reward 0.5, so it learned nothing." in said
+        )
     hacrl.train(tmp_path / "run", resume=True, console=console)
     assert "is already finished: 1 steps. Nothing to do.\n" in console.file.getvalue().removeprefix(said)
 

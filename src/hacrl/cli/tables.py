@@ -77,7 +77,8 @@ def print_fit(console: Console, config: RunConfig, memories: "Memories") -> None
     if all(need.fits is not False for need in needs):
         remarks.append("The settings are valid. Tokenizers and lengths of prompts are looked at when the run starts.")
     else:
-        changes = memories.smallest_change(config)
+        with doing("looking for a change with which it fits"):
+            changes = memories.smallest_change(config)
         what = "take smaller models or more memory" if changes is None else f"it would with {' '.join(changes)}"
         remarks.append(f"The run does not fit: {what}. Estimated at full lengths (docs/scaling.md).")
     say(console, *remarks)

@@ -157,9 +157,9 @@ def translate(
 
 def _comment(key: str, origin: str, given: Mapping[str, Any]) -> str:
     """What the YAML says about a setting; nothing if it stands in TRL's file under the same name."""
-    if origin != key:
-        return f"TRL: {origin}"
-    return "" if key in given else "TRL's default"
+    if origin in DEFAULTS and origin not in given:
+        return "TRL's default" if origin == key else f"TRL's default of {origin}"
+    return "" if origin == key else f"TRL: {origin}"
 
 
 def _check_types(values: Mapping[str, Any]) -> None:

@@ -135,8 +135,10 @@ def is_on_hub(source: str | GivenRows) -> TypeGuard[str]:
 
 
 def count_rows(source: str) -> int | None:
-    """Number of rows of a local file; None for other data, which would have to be loaded first."""
-    return sum(1 for _ in read_rows(source, "train", None)) if Path(source).expanduser().is_file() else None
+    """Number of rows of a local file; None for a folder or the hub, whose data would have to be loaded first."""
+    if is_on_hub(source) or Path(source).expanduser().is_dir():
+        return None
+    return sum(1 for _ in read_rows(source, "train", None))
 
 
 def read_rows(source: str | GivenRows, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:

@@ -126,21 +126,25 @@ class Memories:
     def smallest_change(self, config: RunConfig) -> list[str] | None:
         """Overrides with which a run fits that does not: as few as possible, and rather those that change no result.
 
-        Empty if the run fits; None if no change of a few settings is enough.
+        Several GPUs for each agent (fsdp) come last, because they may not be there. Empty if the run fits; None if no
+        change of a few settings is enough.
         """
         tight = self._tight(config)
         if not tight:
             return []
-        options = [choices for choices in self._options(config, tight) if choices]
-        for count in range(1, MOST_CHANGES + 1):
-            for chosen in combinations(options, count):
-                changes = [choices[-1] for choices in chosen]
-                if not self._fits(config, changes):
-                    continue
-                for place, choices in enumerate(chosen):  # no stronger than needed
-                    rest = changes[:place], changes[place + 1 :]
-                    changes[place] = next(own for own in choices if self._fits(config, [*rest[0], own, *rest[1]]))
-                return [override for change in changes for override in change]
+        *options, fsdp = self._options(config, tight)
+        options = [choices for choices in options if choices]
+        sets = [chosen for count in range(1, MOST_CHANGES + 1) for chosen in combinations(options, count)]
+        if fsdp:
+            sets += [(*chosen, fsdp) for chosen in [(), *sets] if len(chosen) < MOST_CHANGES]
+        for chosen in sets:
+            changes = [choices[-1] for choices in chosen]
+            if not self._fits(config, changes):
+                continue
+            for place, choices in enumerate(chosen):  # no stronger than needed
+                rest = changes[:place], changes[place + 1 :]
+                changes[place] = next(own for own in choices if self._fits(config, [*rest[0], own, *rest[1]]))
+            return [override for change in changes for override in change]
         return None
 
     def _tight(self, config: RunConfig) -> list[AgentConfig]:

@@ -152,7 +152,9 @@ class LearningCheck:
         )
 
     def _steps(self) -> str:
-        return f"the last {len(self.recent)} steps" if self.recent.maxlen else f"all {len(self.recent)} steps"
+        if self.recent.maxlen:
+            return f"the last {len(self.recent)} steps"
+        return "the only step" if len(self.recent) == 1 else f"all {len(self.recent)} steps"
 
 
 class CollaborationCheck:
