@@ -300,6 +300,35 @@ def test_the_folder_of_a_run_is_to_be_resumed(tmp_path: Path) -> None:
         RunConfig.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("reward", "options", "said"),
+    [
+        (
+            ["math", "my.py:short"],
+            {},
+            "Answers that are wrong for math may be imitated: other rewards alone reach 1, from",
+        ),
+        ([{"name": "my.py:form", "weight": 2}, {"name": "math", "weight": 10}], {}, "wrong for math may be imitated"),
+        (
+            [{"name": "math", "weight": 0.5}],
+            {},
+            "The weights of the rewards add up to 0.5, and an answer is right from 1",
+        ),
+        (["math", {"name": "my.py:short", "weight": 0.2}], {}, None),
+        ([{"name": f"my.py:{name}", "weight": w} for name, w in (("a", 0.7), ("b", 0.2), ("c", 0.1))], {}, None),
+        (["math", "my.py:short"], {"min_reward": 2.0}, None),
+        (["math", "my.py:short"], {"when": "never"}, None),
+        ("math", {}, None),
+    ],
+)
+def test_rewards_that_do_not_go_with_imitation(reward: Any, options: dict[str, Any], said: str | None) -> None:
+    changes = {"task": {**FILE_TASK, "reward": reward}, "algorithm": {"name": "hacpo_robust", "imitation": options}}
+    remarks = RunConfig.from_dict({**BASE, **changes}).remarks()
+    doubts = [remark for remark in remarks if "imitation.min_reward" in remark]
+    assert len(doubts) == (said is not None)
+    assert said is None or said in doubts[0]
+
+
 # --- schedules and groups ------------------------------------------------------------------------------------------
 
 

@@ -382,6 +382,17 @@ def test_callables_with_a_mistake():
             Verifier(rewards)
 
 
+def test_weights_that_add_up_to_one_do_so():
+    def one(completions, **columns):
+        return [1.0] * len(completions)
+
+    def two(completions, **columns):
+        return [1.0] * len(completions)
+
+    with Verifier([(one, 0.7), (two, 0.2), (half, 0.2)]) as verifier:  # 0.7 + 0.2 + 0.1 is less than 1
+        assert [verdict.reward for verdict in verifier.score(["?"], ["a"], {})] == [1.0]
+
+
 def test_rewards_may_be_numbers_and_arrays_of_numpy_and_torch():
     def array(completions, **columns):
         return np.array([len(text) for text in completions])

@@ -55,8 +55,7 @@ def print_plan(console: Console, config: RunConfig, gpu: str | None = None) -> N
     memories = Memories(gpu)
     say(console, config.to_yaml())
     print_costs(console, *memories.plan(config))
-    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
-    for remark in filter(None, (*remarks, *told)):
+    for remark in (*remarks, *config.remarks()):
         note(console, remark)
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))

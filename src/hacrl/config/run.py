@@ -239,6 +239,14 @@ class RunConfig(TeamConfig, Settings):
                 raise ValueError(f"{where}.resources.num_gpus: device: cuda needs a GPU, not 0")
         return self
 
+    def remarks(self) -> list[str]:
+        """What the algorithm will do, and which rewards it may take for something else than is meant, for people."""
+        imitation = self.algorithm.imitation
+        told = [imitation.sentence(), self.algorithm.explain(len(self.names)).decision]
+        if imitation.when != "never":
+            told += [part.doubt(imitation.min_reward) for part in (self.task, *self.task.mixture)]
+        return [sentence for sentence in told if sentence]
+
     def rollouts_per_prompt(self, learner: AgentConfig) -> int:
         """The most rollouts of a prompt that a learner trains on."""
         return round(self._rollouts_used(learner, [source.num_generations for source in self.sources]))

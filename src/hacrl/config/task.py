@@ -1,6 +1,7 @@
 """The section `task` of a run: where problems come from, and how answers to them are verified."""
 
 import reprlib
+from math import fsum
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -140,6 +141,25 @@ class ProblemsConfig(Strict):
         values = [("train", self.train), ("eval", self.eval), *(("reward", reward.name) for reward in self.reward)]
         found = [setting for setting, value in values if isinstance(value, kinds) and str(value).startswith(GIVEN)]
         return list(dict.fromkeys(found))
+
+    def doubt(self, min_reward: float) -> str | None:
+        """A sentence if the weights of the rewards do not go with the smallest reward of a right answer.
+
+        It takes functions to return 1 at most, which nothing demands.
+        """
+        weights = {str(each.name).rpartition(":")[2].strip(): max(each.weight, 0.0) for each in self.reward}
+        weights.pop("soft_overlong", None)
+        if not weights or min_reward <= 0:  # chosen on purpose
+            return None
+        first, total = max(weights, key=lambda name: weights[name]), fsum(weights.values())
+        advice = "Change the weights or algorithm.imitation.min_reward."
+        if total < min_reward:
+            found = f"The weights of the rewards add up to {total:g}, and an answer is right from {min_reward:g} on"
+            return f"{found}: nothing will be imitated, unless a function returns more than 1. {advice}"
+        if fsum(weight for name, weight in weights.items() if name != first) >= min_reward:
+            found = f"Answers that are wrong for {first} may be imitated: other rewards alone reach {min_reward:g}"
+            return f"{found}, from which on an answer is right. {advice}"
+        return None
 
     def check_problems(self) -> None:
         """Raise ValueError unless the settings say where problems come from and how answers are verified."""

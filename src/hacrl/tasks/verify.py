@@ -125,7 +125,7 @@ class Verifier(ExitStack):
                 return Verdict(None, verdict.problem, f"{name} {verdict.detail}", values)
         weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
         judged = any(values[name] is not None for name in values if not isinstance(self._scorers[name], SoftOverlong))
-        total = sum(weighted) if judged else None
+        total = math.fsum(weighted) if judged else None
         if total is not None and not abs(total) <= child.LARGEST:
             summed = f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}"
             expected = f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}"
