@@ -235,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"agents": [{**PAIR[0], "id": "a b"}]}, ["id: expected letters, digits, '.', '_' and '-', first a letter or"]),
     ({"lora": True}, ["lora: expected a section with keys (r, alpha, target_modules) (got True)"]),
     ({"vllm": 0.4}, ["vllm: expected a section of keys and values (got 0.4)"]),
+    ({"reward": "math"}, ["unknown key 'reward' (set to 'math'); it belongs to the section task: task.reward"]),
 ]
 
 
@@ -278,6 +279,12 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, fragments: list[str
     assert str(path) in str(caught.value)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+def test_what_is_no_source() -> None:
+    for source in (None, 3, ["zoo:llama-weak"]):
+        with pytest.raises(UserError, match="Expected a preset, a YAML file or a dict of settings, not "):
+            RunConfig.load(source)  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class TeamConfig(Strict):
     @classmethod
     def load(cls, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file, a preset or a dict with `key=value` overrides; UserError if anything is wrong."""
+        if not isinstance(source, str | Path | dict):
+            raise UserError(f"Expected a preset, a YAML file or a dict of settings, not {type(source).__name__}.")
         data, where = (with_ids(source), "config") if isinstance(source, dict) else read_source(source)
         data = apply_overrides(data, overrides)
         check_command(cls.command, data, where)

@@ -127,6 +127,13 @@ def section_at(model: type[BaseModel], place: Sequence[str | int]) -> type[BaseM
     return model
 
 
+def elsewhere(model: type[BaseModel], key: str) -> str | None:
+    """End of a message about a key at the top of a config that belongs into a section; None for other keys."""
+    sections = {name: section_at(model, [name]) for name in model.model_fields}
+    places = [name for name, section in sections.items() if section is not model and key in section.model_fields]
+    return f"; it belongs to the section {places[0]}: {places[0]}.{key}" if places else None
+
+
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
@@ -161,7 +168,8 @@ def explanation(mistake: Any, model: type[BaseModel]) -> str:
         *above, key = mistake["loc"]
         if len(above) == 2 and above[0] == "agents" and key in model.model_fields:
             return f"{key} is a setting of the whole run, not of one agent"
-        advice = trl_advice(str(key)) or nearest(str(key), section_at(model, above).model_fields)
+        advice = trl_advice(str(key)) or (None if above else elsewhere(model, str(key)))
+        advice = advice or nearest(str(key), section_at(model, above).model_fields)
         return f"unknown key {str(key)!r} (set to {value}){advice}"
     if kind == "missing":
         return "missing"

@@ -117,8 +117,7 @@ class View:
         parts = [f"step {self.step}/{self.config.max_steps}"]
         for agent in self.config.agents:
             cells = {name: text for name, text in self.cells(agent.id).items() if text not in ("–", "")}
-            if cells:  # none at step 0, unless there are held-out problems
-                parts.append(f"{agent.id}: " + " ".join(f"{name} {text}" for name, text in cells.items()))
+            parts.append(f"{agent.id}: " + " ".join(f"{name} {text}" for name, text in cells.items()))
         return " | ".join([*parts, f"left {self.left}"])
 
     def cells(self, agent: str) -> dict[str, str]:
