@@ -120,7 +120,7 @@ def test_sources_that_are_no_agents_have_a_row_and_what_they_did_not_answer() ->
     ]
     assert lines[-2:] == [
         "rollouts without a verdict so far: teacher 4",
-        "requests without an answer so far: teacher 8",
+        "requests without a usable answer so far: teacher 8",
     ]
     assert "| teacher: reward 0.750 length 20.0 | left" in view.line()
 

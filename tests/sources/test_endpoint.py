@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from teacher_server import Fields, Reply, Response, Teacher, asked, chat, right, worked
 
+from conftest import MakeConfig
 from hacrl.config.sources import SourceConfig
 from hacrl.errors import UserError
 from hacrl.sources import client as client_file
@@ -189,19 +190,28 @@ def test_the_disagreement_of_two_greedy_answers_is_measured_at_the_start(teacher
     [
         ({"endpoint": {"logprobs": "none"}}, "it has no log-probabilities"),
         ({"temperature": 0.7}, "before temperature .endpoint.logprobs: raw., and its temperature is 0.7"),
+        ({"temperature": 0, "endpoint": {"logprobs": "at_temperature"}}, "it answers greedily .temperature: 0."),
         ({"endpoint": {"reasoning": True}}, "its text has thinking in it"),
     ],
 )
-def test_settings_that_rule_log_probabilities_out_are_refused_before_anything_is_asked(
-    teacher: Teacher, make: Make, settings: dict[str, Any], why: str
+def test_settings_that_rule_log_probabilities_out(
+    teacher: Teacher, make: Make, make_config: MakeConfig, settings: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(UserError, match=why):
-        make(needs_logps=True, **settings)
-    assert not teacher.requests
+    """An algorithm that needs them refuses such a config; others ask for none."""
     source = make(**settings)
     assert why.split()[0] in remarks(source)
     source.give(PROBLEMS[:1], 1, 0)
     assert all("logprobs" not in fields for fields in teacher.requests)
+    given = {
+        "id": "teacher",
+        **settings,
+        "endpoint": {"url": "http://a/v1", "model": "m", **settings.get("endpoint", {})},
+    }
+    make_config("llama-plus", algorithm={"name": "hacpo_robust"}, sources=[given])
+    with pytest.raises(
+        UserError, match=rf"sources.teacher: .*{why}.*, and the algorithm weighs .* Choose another algo"
+    ):
+        make_config("llama-plus", algorithm={"name": "hacpo"}, sources=[given])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ COLUMNS = {"reward": 6, "accuracy": 13, "length": 6, "s": 5, "kept": 4, "tok/s":
 DISPENSABLE = ("phase", "tok/s", "length", "kept", "s", "reward")
 """Columns that a narrow terminal leaves out, in this order."""
 UNANSWERED = ("failed", "late", "skipped", "over_budget")
-"""Metrics of a teacher behind an address that count requests without an answer."""
+"""Metrics of a teacher behind an address that count requests without a usable answer."""
 GAP = "  "
 RECENT = 20
 """How many of the last steps the time left is estimated from."""
@@ -66,7 +66,7 @@ class View:
         self.unverified = ""
         self.unanswered = ""
         self._counts = {"unverified": Counter[str](), "unanswered": Counter[str]()}
-        """Rollouts without a verdict, and requests without an answer, of each agent and source so far."""
+        """Rollouts without a verdict, and requests without a usable answer, of each agent and source so far."""
         self._plain: deque[float] = deque(maxlen=RECENT)
         """Seconds of the recent steps, without evaluation unless every step has one."""
         self._evaluation = 0.0
@@ -85,7 +85,7 @@ class View:
             lost = known_values(metrics, [f"{name}/{way}" for way in UNANSWERED])
             self._counts["unanswered"][name] += int(sum(lost))
         self.unverified = self._so_far("unverified", "rollouts without a verdict")
-        self.unanswered = self._so_far("unanswered", "requests without an answer")
+        self.unanswered = self._so_far("unanswered", "requests without a usable answer")
         self._time(metrics)
 
     def _so_far(self, count: str, what: str) -> str:
