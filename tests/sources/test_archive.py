@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 from conftest import MakeConfig
 from hacrl.config import RunConfig
@@ -68,6 +70,35 @@ def test_log_probabilities_are_used_where_their_number_of_tokens_is_known(make_a
     known, unknown = sorted(archive.give(PROBLEMS, 1, 0).rollouts, key=lambda rollout: rollout.logps is None)
     assert (known.logp_sum, known.num_tokens, unknown.logp_sum) == (-6.0, 4, None)
     assert "1 stored rollouts have no log-probabilities" in archive.remarks[1]  # type: ignore[attr-defined]
+
+
+def test_data_sets_are_read_whatever_their_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parquet file, a folder of save_to_disk, and a data set of the hub with conversations and no rewards."""
+    rows = [{"prompt": PROBLEMS[0].prompt, "completion": "1", "reward": 1.0, "logp_sum": -2.0, "num_tokens": 2}]
+    turns = [("user", PROBLEMS[0].prompt), ("assistant", "1")]
+    conversation = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    DatasetDict(best=Dataset.from_list(rows)).save_to_disk(str(tmp_path / "folder"))
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, subset: str | None, split: str) -> Dataset:
+        asked.append((name, subset, split))
+        return Dataset.from_list(conversation)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    forms = [
+        {"rollouts": str(tmp_path / "rows.parquet")},
+        {"rollouts": str(tmp_path / "folder"), "split": "best"},
+        {"rollouts": "some/teacher-answers", "split": "good", "subset": "small"},
+    ]
+    found = []
+    for form in forms:
+        archive = Archive(SourceConfig(id="past", trust_rewards=True, **form), 1, 0, max_length=16)  # type: ignore[arg-type]
+        archive.prepare(PROBLEMS, False, tmp_path / "run" / "sources")
+        (rollout,) = archive.give(PROBLEMS, 1, 0).rollouts
+        found.append((rollout.text, rollout.reward, rollout.logp_sum))
+    assert found == [("1", 1.0, -2.0), ("1", 1.0, -2.0), ("1", None, None)]
+    assert asked == [("some/teacher-answers", "small", "good")]
 
 
 @pytest.mark.parametrize(
