@@ -15,7 +15,7 @@ from hacrl.rollouts.lines import read_rollouts
 from hacrl.rollouts.rollout import FinishReason, Rollout
 from hacrl.seeding import STORED, permutation
 from hacrl.sources.outside import Given, OutsideSource
-from hacrl.tasks.dataset import example_of, question_of, read_rows
+from hacrl.tasks.dataset import example_of, is_on_hub, question_of, read_rows
 from hacrl.tasks.problem import Problem, Prompt, text_number
 
 BYTES_PER_TOKEN = 4
@@ -132,6 +132,10 @@ class Archive(OutsideSource):
         for place, row in rows:
             example = example_of(row, place)
             yield stored(row, example.question, example.completion)
+
+    @property
+    def is_on_hub(self) -> bool:
+        return is_on_hub(str(self.config.rollouts))
 
     @property
     def place(self) -> str:
