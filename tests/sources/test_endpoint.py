@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from teacher_server import Fields, Reply, Response, Teacher, asked, chat, right, worked
 
 from conftest import MakeConfig
 from hacrl.config.sources import SourceConfig
@@ -17,6 +16,7 @@ from hacrl.sources import client as client_file
 from hacrl.sources.endpoint import Endpoint
 from hacrl.sources.outside import Given
 from hacrl.tasks.problem import Problem
+from teacher_server import Fields, Reply, Response, Teacher, asked, chat, right, worked
 
 KEY = "sk-very-secret-0123456789"
 PROBLEMS = [Problem(f"p{n}", f"{n}+{n + 1}-1=", f"{2 * n}") for n in range(4)]
@@ -322,6 +322,15 @@ def test_a_request_is_sent_again_after_the_pause_that_the_server_asks_for(teache
     assert second - first >= 0.3
     assert third - second >= 0.5  # at most the timeout
     assert len({fields["seed"] for fields in teacher.sampled}) == 1
+
+
+def test_a_pause_that_the_server_asks_for_holds_for_all_requests(teacher: Teacher, make: Make) -> None:
+    source = make(num_generations=1, endpoint={"timeout": 0.5, "max_retries": 0})
+    given_one(teacher, source, Response(b"", 429, {"Retry-After": "0.3"}))
+    teacher.reply = right
+    assert len(source.give(PROBLEMS[1:3], 2, 0).rollouts) == 2
+    refused, *later = teacher.times[-3:]
+    assert min(later) - refused >= 0.3
 
 
 def test_a_server_that_is_down_is_left_alone_for_the_rest_of_the_step(
