@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -277,6 +278,41 @@ def test_files_and_metrics_of_a_warm_up_are_documented(tmp_path: Path) -> None:
     assert {name.replace("/sums", "/<part>") for name in logged} == set(first_column("metric of warm-up", TASKS))
     files = {name.rstrip("/").split("/")[0] for name in first_column("file of warm-up", TASKS)}
     assert {re.sub(r"checkpoint-\d+", "checkpoint-<step>", path.name) for path in tmp_path.iterdir()} == files
+
+
+def accepts(name: str, option: str, logprobs: str) -> bool:
+    """Whether a config with this algorithm and a teacher is valid."""
+    teacher = {"id": "teacher", "endpoint": {"url": "http://host/v1", "model": "big", "logprobs": logprobs}}
+    settings = {"name": name, "delta_step": 0.0} if name == "hacpo" else {"name": name}
+    algorithm = settings | (yaml.safe_load(option) if option else {})
+    agents, task = [{"id": "a", "model": "zoo:llama-plus"}], {"name": "arithmetic"}
+    try:
+        RunConfig.from_dict({"agents": agents, "sources": [teacher], "task": task, "algorithm": algorithm})
+    except hacrl.UserError:
+        return False
+    return True
+
+
+def test_sources_are_refused_where_the_page_says_so() -> None:
+    page = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
+    ((_, rows),) = [table for table in tables(page) if table[0][0] == "algorithm"]
+    named = set()
+    for first, *cells in rows:
+        names, option = [], ""
+        for code in CODE.findall(first):
+            names, option = (names, code) if ": " in code else ([*names, code], option)
+        named |= set(names)
+        for name, (cell, logprobs) in itertools.product(names, zip(cells, ("raw", "none"), strict=True)):
+            assert accepts(name, option, logprobs) != cell.startswith("refused"), (name, logprobs)
+            for other in re.findall(r"not with `(.*?)`", cell):
+                assert accepts(name, other, logprobs), (name, other)
+    assert named == set(ALGORITHMS)
+
+
+def test_the_configs_of_the_page_on_sources_are_valid() -> None:
+    whole, part = map(yaml.safe_load, blocks(ROOT / "docs" / "sources.md", "yaml"))
+    for data in (whole, whole | part):
+        RunConfig.from_dict(data)
 
 
 @pytest.mark.parametrize("line", blocks(ROOT / "docs" / "algorithm.md", "sh")[0].splitlines())
