@@ -15,7 +15,7 @@ from hacrl.algorithms import Algorithm, RobustHACPO
 from hacrl.config.agent import AgentConfig, Settings, with_current_names, with_ids
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
-from hacrl.config.sources import SourceConfig
+from hacrl.config.sources import LOGPS_NEEDED, SourceConfig
 from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at, written
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.config.task import TaskConfig
@@ -221,6 +221,9 @@ class RunConfig(TeamConfig, Settings):
                 f"sources: {self.algorithm.name} compares tokens, and the tokens of a source are not known; choose "
                 "another algorithm"
             )
+        for source in self.sources:
+            if self.algorithm.needs_logps and (why := source.lacks_logps):
+                raise ValueError(f"sources.{source.id}: {why}, {LOGPS_NEEDED}")
         return self
 
     @model_validator(mode="after")

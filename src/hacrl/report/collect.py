@@ -162,6 +162,7 @@ def source_data(source: str, lines: Sequence[Data]) -> Data:
     """What a source gave that is no agent, over the whole run."""
     counts = ("prompts", "rollouts", "without_logps", "requests", "failed", "late", "prompt_tokens", "answer_tokens")
     found: Data = {name: added(column(lines, f"{source}/{name}")) for name in counts}
+    found["not_sent"] = added(column(lines, f"{source}/skipped", f"{source}/over_budget"))
     means = {"reward": ("reward", "rollouts"), "latency": ("time/latency", "requests"), "joined": ("joined", "prompts")}
     for name, (metric, weight) in means.items():
         pairs = zip(column(lines, f"{source}/{metric}"), column(lines, f"{source}/{weight}"), strict=True)

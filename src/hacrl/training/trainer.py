@@ -117,7 +117,8 @@ class Trainer:
 
         valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
         measured = [True] * len(self.ids) + [source.is_measured for source in self.sources]
-        self.tracker.update([self._performance(own) if m else None for own, m in zip(valid, measured, strict=True)])
+        performances = [self._performance(*pair) for pair in zip(self.names, valid, strict=True)]
+        self.tracker.update([p if m else None for p, m in zip(performances, measured, strict=True)])
         capabilities = self.tracker.capabilities()
         omega_KK = self.algorithm.omega(capabilities)
 
@@ -145,12 +146,12 @@ class Trainer:
             self.run.write_step("trace", self.step, trace_lines(self.names, lessons, results))
         return metrics
 
-    def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
+    def _performance(self, name: str, rollouts: Sequence[Rollout]) -> float | None:
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
         try:
             return self.algorithm.performance(rewards) if len(rewards) else None
         except ValueError as error:
-            raise UserError(f"task.reward: {error}.") from None
+            raise UserError(f"The rewards of {name}: {error}.") from None
 
     def _score(self, rollouts: list[list[Rollout]], capabilities: list[float | None]) -> Scores | None:
         """Let other agents score each learner's rollouts, if the algorithm asks for it."""
