@@ -1,6 +1,6 @@
 """Robust HACPO with two bounds on what one answer of another agent may do.
 
-    hacrl study docs/results/imitation/leads.yaml
+hacrl study docs/results/imitation/leads.yaml
 """
 
 import math

@@ -107,7 +107,10 @@ def print_table(path: str) -> None:
                 if (line["algorithm"], line["ending"]) == (algorithm, name):
                     found.setdefault((line["team"], line["agent"]), []).append(100 * line["accuracy"])
             means = {place: sum(values) / len(values) for place, values in found.items()}
-            cells = [", ".join(f"{means[team, a]:.1f}" for a in own if (team, a) in means) for team, own in agents.items()]
+            cells = [
+                ", ".join(f"{means[team, agent]:.1f}" for agent in own if (team, agent) in means)
+                for team, own in agents.items()
+            ]
             whole = f"{sum(means.values()) / len(means):.1f}" if len(means) == sum(map(len, agents.values())) else ""
             print(f"| {' | '.join([name, *cells, whole])} |")
 
