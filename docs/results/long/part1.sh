@@ -32,8 +32,8 @@ if [ "${1:-}" = pack ]; then pack; exit; fi
 warm_options=() overlap_options=() gspo_options=() scale=1
 if [ -n "${SMOKE:-}" ]; then
     mkdir -p runs/long-smoke && ln -sfn ../../docs runs/long-smoke/docs && cd runs/long-smoke
-    scale=0.004 agents="late noisy cut qwen3"
-    warm_options=(max_steps=3 batch_size=4 eval_every=0 eval_size=4 task.eval_size=4 dtype=float32)
+    scale=0.004 agents="late cut qwen3"
+    warm_options=(max_steps=3 save_every=1 batch_size=4 eval_every=0 eval_size=4 task.eval_size=4 dtype=float32)
     few=(settings.prompts_per_step=4 settings.rollouts_per_update=16 settings.task.eval_size=4 settings.dtype=float32
         settings.max_completion_length=64)
     overlap_options=("${few[@]}" settings.max_steps=1 teams.everybody.agents="[{id: late, model: runs/long/agents/late},
@@ -41,6 +41,8 @@ if [ -n "${SMOKE:-}" ]; then
     gspo_options=("${few[@]}" settings.max_steps=5 settings.eval_every=2 settings.save_every=2
         teams="{late: {agents: [{id: late, model: runs/long/agents/late}]}}")
 fi
+
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 
 limited() { # COMMAND...: what is still running when the call must end is stopped, and goes on in the next one
     local left=$((${LIMIT:-570} - SECONDS)) code=0
@@ -56,8 +58,8 @@ stop() {
 }
 keep() {
     [ -n "${OUT:-}" ] || return 0
-    find runs -name '*.jsonl' -path '*rollouts*' -prune -o \( -name metrics.jsonl -o -name summary.json -o -name study.json \
-        -o -name criteria.txt -o -name '*.log' \) -print | tar czf "$OUT/part1.tar.gz" -T -
+    { find runs/long runs/study-long-* \( -name metrics.jsonl -o -name summary.json -o -name study.json \
+        -o -name criteria.txt -o -name '*.log' \) -print 2> /dev/null || true; } | tar czf "$OUT/part1.tar.gz" -T -
 }
 criteria() { # STUDY...
     "$python" docs/results/long/criteria.py "$@" | tee runs/long/criteria.txt
@@ -113,13 +115,15 @@ export python
 missing=""
 for agent in $agents; do [ -e "runs/long/agents/$agent" ] || missing="$missing $agent"; done
 if [ -n "$missing" ]; then
+    left=$((${LIMIT:-570} - SECONDS))
+    [ $left -gt 5 ] || stop
     mkdir -p runs/long/warm
     pids=()
     for agent in $missing; do
         own=("${warm_options[@]}")
         if [ -n "${SMOKE:-}" ] && [ "$agent" = cut ]; then own+=("agents.cut.drop_layers=[1]"); fi
         if [ -n "${SMOKE:-}" ] && [ "$agent" = qwen3 ]; then own+=(agents.qwen3.config.num_hidden_layers=2); fi
-        timeout $((${LIMIT:-570} - SECONDS)) bash -euc 'warm "$@"' warm "$agent" "${own[@]}" > "runs/long/warm-$agent.log" 2>&1 &
+        timeout $left bash -euc 'warm "$@"' warm "$agent" "${own[@]}" > "runs/long/warm-$agent.log" 2>&1 &
         pids+=($!)
     done
     failed=0

@@ -81,7 +81,7 @@ class Problem:
 
 def multiply(rng: random.Random) -> Problem:
     """Long multiplication, digit by digit."""
-    a, b = rng.randint(100, 99_999), rng.randint(100, 9_999)
+    a, b = rng.randint(100, 99_999), rng.randint(100, 999)
 
     def work(trace: Trace) -> str:
         total = 0
