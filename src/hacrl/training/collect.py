@@ -204,7 +204,5 @@ def nothing_verified(rollouts: Sequence[Sequence[Rollout]], folder: Path) -> str
     """The error message if no rollout has a reward; `folder` has the lines of the rollouts."""
     details = [r.verdict["detail"] for own in rollouts for r in own if r.verdict.get("detail")]
     first = f" The first problem: {details[0]}." if details else ""
-    return (
-        f"The verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is nothing to learn from.{first}"
-        f" Check task.reward on one of the lines of {folder}."
-    )
+    failed = f"The verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is nothing to learn from."
+    return f"{failed}{first} Check task.reward on one of the lines of {folder}."
