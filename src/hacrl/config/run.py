@@ -53,11 +53,8 @@ class TeamConfig(Strict):
             if not isinstance(agent, dict | Strict):
                 raise ValueError(f"agents.{position}: expected {{id: NAME, model: MODEL}}, not {agent!r:.80}")
         shared = {name: data[name] for name in cls.shared_settings() if name in data}
-        agents = []
-        for agent in data["agents"]:
-            own = agent.model_dump(exclude_unset=True) if isinstance(agent, Strict) else agent
-            agents.append({**shared, **own} if isinstance(own, dict) else own)
-        return {**data, "agents": agents}
+        own = (a.model_dump(exclude_unset=True) if isinstance(a, Strict) else a for a in data["agents"])
+        return {**data, "agents": [{**shared, **settings} for settings in own]}
 
     @model_validator(mode="after")
     def _unique_ids(self) -> Self:
