@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from hacrl.decoder.policy import free_bytes
 
 
-def test_memory_of_cached_files_counts_as_free(tmp_path: Path) -> None:
+def test_memory_of_cached_files_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("hacrl.decoder.policy.MEMINFO", meminfo)
+    assert free_bytes(torch.device("cpu")) == 4e9
     meminfo.write_text("MemTotal:  24000 kB\nMemFree:  100 kB\nMemAvailable:  5000 kB\nCached:  4900 kB\n", "ascii")
-    assert free_bytes(torch.device("cpu"), meminfo) == 5000 * 1024
-    assert free_bytes(torch.device("cpu"), tmp_path / "absent") == 4e9
+    assert free_bytes(torch.device("cpu")) == 5000 * 1024

@@ -29,18 +29,19 @@ CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = 2048, 16384
 """Most tokens of one pass. More is not faster: on a CPU activations leave the caches, and a GPU is already busy."""
 MEMORY_SHARE = 0.5
 """Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
+MEMINFO = Path("/proc/meminfo")
 SHORT = 0.5
 """A GPU is short of memory if less than this share of it is free."""
 
 
-def free_bytes(device: torch.device, meminfo: Path = Path("/proc/meminfo")) -> float:
+def free_bytes(device: torch.device) -> float:
     """Bytes of memory that are free now, cached files included; 4e9 on systems that do not report it."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
-    if not meminfo.is_file():
+    if not MEMINFO.is_file():
         return 4e9
-    told = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text("ascii"))
+    told = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text("ascii"))
     return 1024.0 * int(told[1]) if told else 4e9
 
 
