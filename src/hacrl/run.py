@@ -51,7 +51,7 @@ class AgentResult:
     id: str
     run_dir: Path
     summary: dict[str, Any]
-    """What the agent has reached, and what that has cost: its part of the run's summary."""
+    """The agent's part of the run's summary: accuracies and costs."""
 
     @property
     def model_dir(self) -> Path:

@@ -15,7 +15,7 @@ from hacrl.algorithms import Algorithm, RobustHACPO
 from hacrl.config.agent import AgentConfig, Settings, with_current_names, with_ids
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
-from hacrl.config.sources import SourceConfig
+from hacrl.config.sources import LOGPS_NEEDED, SourceConfig
 from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at, written
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.config.task import TaskConfig
@@ -53,11 +53,8 @@ class TeamConfig(Strict):
             if not isinstance(agent, dict | Strict):
                 raise ValueError(f"agents.{position}: expected {{id: NAME, model: MODEL}}, not {agent!r:.80}")
         shared = {name: data[name] for name in cls.shared_settings() if name in data}
-        agents = []
-        for agent in data["agents"]:
-            own = agent.model_dump(exclude_unset=True) if isinstance(agent, Strict) else agent
-            agents.append({**shared, **own} if isinstance(own, dict) else own)
-        return {**data, "agents": agents}
+        own = (a.model_dump(exclude_unset=True) if isinstance(a, Strict) else a for a in data["agents"])
+        return {**data, "agents": [{**shared, **settings} for settings in own]}
 
     @model_validator(mode="after")
     def _unique_ids(self) -> Self:
@@ -221,6 +218,9 @@ class RunConfig(TeamConfig, Settings):
                 f"sources: {self.algorithm.name} compares tokens, and the tokens of a source are not known; choose "
                 "another algorithm"
             )
+        for source in self.sources:
+            if self.algorithm.needs_logps and (why := source.lacks_logps):
+                raise ValueError(f"sources.{source.id}: {why}, {LOGPS_NEEDED}")
         return self
 
     @model_validator(mode="after")
