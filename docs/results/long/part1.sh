@@ -58,7 +58,7 @@ stop() {
 }
 keep() {
     [ -n "${OUT:-}" ] || return 0
-    { find runs/long runs/study-long-* \( -name metrics.jsonl -o -name summary.json -o -name study.json \
+    { find runs/long runs/study-long-* \( -name 'config.yaml' -o -name 'study.*' -o -name metrics.jsonl -o -name summary.json \
         -o -name criteria.txt -o -name '*.log' \) -print 2> /dev/null || true; } | tar czf "$OUT/part1.tar.gz" -T -
 }
 criteria() { # STUDY...
