@@ -226,6 +226,22 @@ def test_dry_run_shows_the_first_prompt_and_looks_at_the_data(hacrl: Run) -> Non
     assert "org/name: read when the run starts." in result.out
 
 
+def test_dry_run_looks_at_stored_rollouts_and_asks_nobody(hacrl: Run) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": "7"} for n in range(4)]
+    for name, count in (("rows", 4), ("stored", 3)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    data = ["task.name=null", "task.reward=exact", "prompts_per_step=4", "task.train=rows.jsonl", "max_steps=3"]
+    nobody = "{id: teacher, endpoint: {url: 'http://127.0.0.1:9/v1', model: m}, budget: {requests: 20}, when: hard}"
+    robust = ["algorithm={name: hacpo_robust}", f"sources=[{{id: past, rollouts: stored.jsonl}}, {nobody}]"]
+    result = hacrl("train", "tiny.yaml", *data, *robust, "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    assert "past: at most 8 stored rollouts a step." in result.out
+    assert "teacher: at most 8 requests a step for prompts that no agent solves, 20 in all." in result.out
+    assert "3 stored rollouts of 3 prompts; 75% of the 4 problems" in " ".join(result.out.split())
+    missing = hacrl("train", "tiny.yaml", *data, *robust, "sources.past.rollouts=none.jsonl", "--dry-run")
+    assert_refused(missing, "There is no data set none.jsonl for sources.past.rollouts")
+
+
 def test_models(hacrl: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = hacrl("models")
@@ -836,7 +852,7 @@ def test_eval_of_what_is_no_model(hacrl: Run, options: list[str]) -> None:
         "cold": "cold is a warm-up. Give one of its models: cold/checkpoint-STEP/agents/ID",
         "warm": "warm is a warm-up. Give one of its models: warm/checkpoint-10/agents/ID",
         "warm/checkpoint-10": "Give one of its models: warm/checkpoint-10/agents/ID",
-        "new": "new is a study. Give one of its runs, for example new/runs/PAIR/ALGORITHM/seed-N",
+        "new": "new is a study. Give one of its runs, for example new/runs/TEAM/ALGORITHM/seed-N",
         "study": "study is a study. Give one of its runs, for example study/runs/demo/gspo/seed-3",
         "tiny.yaml": "tiny.yaml is a file. Give the folder of a run, or a model",
         "runs/nope": "There is no folder runs/nope. Give the folder of a run or of a model",

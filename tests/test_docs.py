@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from hacrl.config.warmup import DataConfig, WarmupAgentConfig, WarmupConfig, War
 from hacrl.run import RESUMABLE_CHANGES, train
 from hacrl.training.run_dir import RunDir, read_jsonl
 from hacrl.warmup.stage import warm_up
+from teacher_server import Response, Teacher, right
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "hacrl"
@@ -172,8 +174,8 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
     """Every key of a section and of the sections inside it, with its default."""
     for name, field in section.model_fields.items():
         inner = next((kind for kind in (field.annotation, *get_args(field.annotation)) if is_section(kind)), None)
-        if inner is None or field.default is None:
-            yield prefix + name, field.default
+        if inner is None or field.default is None or field.default == []:
+            yield prefix + name, "required" if field.is_required() else field.default
         if inner is not None:
             yield from all_keys(inner, f"{prefix}{name}.")
 
@@ -278,6 +280,41 @@ def test_files_and_metrics_of_a_warm_up_are_documented(tmp_path: Path) -> None:
     assert {re.sub(r"checkpoint-\d+", "checkpoint-<step>", path.name) for path in tmp_path.iterdir()} == files
 
 
+def accepts(name: str, option: str, logprobs: str) -> bool:
+    """Whether a config with this algorithm and a teacher is valid."""
+    teacher = {"id": "teacher", "endpoint": {"url": "http://host/v1", "model": "big", "logprobs": logprobs}}
+    settings = {"name": name, "delta_step": 0.0} if name == "hacpo" else {"name": name}
+    algorithm = settings | (yaml.safe_load(option) if option else {})
+    agents, task = [{"id": "a", "model": "zoo:llama-plus"}], {"name": "arithmetic"}
+    try:
+        RunConfig.from_dict({"agents": agents, "sources": [teacher], "task": task, "algorithm": algorithm})
+    except hacrl.UserError:
+        return False
+    return True
+
+
+def test_sources_are_refused_where_the_page_says_so() -> None:
+    page = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
+    ((_, rows),) = [table for table in tables(page) if table[0][0] == "algorithm"]
+    named = set()
+    for first, *cells in rows:
+        names, option = [], ""
+        for code in CODE.findall(first):
+            names, option = (names, code) if ": " in code else ([*names, code], option)
+        named |= set(names)
+        for name, (cell, logprobs) in itertools.product(names, zip(cells, ("raw", "none"), strict=True)):
+            assert accepts(name, option, logprobs) != cell.startswith("refused"), (name, logprobs)
+            for other in re.findall(r"not with `(.*?)`", cell):
+                assert accepts(name, other, logprobs), (name, other)
+    assert named == set(ALGORITHMS)
+
+
+def test_the_configs_of_the_page_on_sources_are_valid() -> None:
+    whole, part = map(yaml.safe_load, blocks(ROOT / "docs" / "sources.md", "yaml"))
+    for data in (whole, whole | part):
+        RunConfig.from_dict(data)
+
+
 @pytest.mark.parametrize("line", blocks(ROOT / "docs" / "algorithm.md", "sh")[0].splitlines())
 def test_the_ablations_are_valid(line: str) -> None:
     _, _, preset, *overrides = line.partition("#")[0].split()
@@ -364,19 +401,38 @@ def opd_metrics(folder: Path) -> list[dict[str, Any]]:
     return RunDir(train(RunConfig.from_dict({**base, **sizes})).run_dir).metrics()
 
 
-def documented_name(name: str, agents: list[str]) -> str:
+def source_metrics(rollouts: Path, folder: Path) -> list[dict[str, Any]]:
+    """Metrics of a step with stored rollouts and with a teacher that refuses some requests."""
+    teacher = Teacher(lambda fields: right(fields) if fields["seed"] % 2 else Response(b"", 418))
+    endpoint = {"url": teacher.url, "model": "big"}
+    base = {
+        "agents": [{"id": "chars", "model": "zoo:llama-plus"}],
+        "sources": [{"id": "past", "rollouts": str(rollouts)}, {"id": "teacher", "endpoint": endpoint}],
+        "task": {"name": "arithmetic", "eval_size": 2},
+    }
+    sizes = {"prompts_per_step": 4, "num_generations": 2, "max_prompt_length": 32, "max_completion_length": 8}
+    try:
+        config = RunConfig.from_dict({**base, **sizes, "max_steps": 1, "output_dir": str(folder)})
+        return RunDir(train(config).run_dir).metrics()
+    finally:
+        teacher.close()
+
+
+def documented_name(name: str, agents: Iterable[str], sources: Iterable[str] = ()) -> str:
     """The pattern of the docs for a name in metrics.jsonl: `<agent>`, `<source>`, `<reason>` for what varies."""
-    one_of = "|".join(map(re.escape, agents))
-    name = re.sub(rf"^({one_of})/", "<agent>/", name)
-    name = re.sub(rf"^<agent>/from_({one_of})/", "<agent>/from_<source>/", name)
+    of_agents, of_sources = ("|".join(map(re.escape, ids)) for ids in (agents, sources))
+    name = re.sub(rf"^({of_agents})/", "<agent>/", name)
+    name = re.sub(rf"^({of_sources})/", "<source>/", name)
+    name = re.sub(rf"^<agent>/from_({of_agents}|{of_sources})/", "<agent>/from_<source>/", name)
+    name = re.sub(r"^<source>/failed/\w+$", "<source>/failed/<why>", name)
     reasons = "|".join(map(re.escape, first_column("reason", ALGORITHM)))
     return re.sub(rf"/dropped/({reasons})$", "/dropped/<reason>", name)
 
 
 def test_every_metric_is_documented_and_every_documented_metric_exists(run: RunDir, tmp_path: Path) -> None:
     agents = [agent.id for agent in run.config().agents]
-    lines = [*run.metrics(), *opd_metrics(tmp_path / "opd")]
-    logged = {documented_name(name, agents) for line in lines for name in line}
+    lines = [*run.metrics(), *opd_metrics(tmp_path / "opd"), *source_metrics(tmp_path / "opd", tmp_path / "run")]
+    logged = {documented_name(name, agents, ["past", "teacher"]) for line in lines for name in line}
     documented = first_column("metric", FILES)
     assert len(documented) == len(set(documented))
     assert logged <= set(documented)
@@ -394,10 +450,10 @@ def test_the_reasons_for_dropping_are_documented() -> None:
 def test_every_field_of_rollouts_and_trace_is_documented(run: RunDir) -> None:
     trace = read_jsonl(run.step_file("trace", 1))
     assert all(sorted(line) == sorted(first_column("field of trace", FILES)) for line in trace)
-    failed = {"problem", "detail"}
+    sometimes = {"problem", "detail", "lead", "opened"}
     fields = set(first_column("field of rollouts", FILES))
-    assert failed < fields
-    assert all(set(line) == fields - failed for line in read_jsonl(run.step_file("rollouts", 1)))
+    assert sometimes < fields
+    assert all(fields - sometimes <= set(line) <= fields for line in read_jsonl(run.step_file("rollouts", 1)))
 
 
 def test_every_file_of_a_run_is_documented(run: RunDir) -> None:

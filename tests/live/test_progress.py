@@ -104,6 +104,27 @@ def test_four_agents_in_80_columns_have_every_column() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_sources_that_are_no_agents_have_a_row_and_what_they_did_not_answer() -> None:
+    teacher = {"id": "teacher", "endpoint": {"url": "http://host/v1", "model": "big"}}
+    config = four_agents(sources=[teacher, {"id": "past", "rollouts": "somewhere"}], rollouts_per_update=1024)
+    view = View(config)
+    given = {"reward": 0.75, "completions/mean_length": 20.0, "unverified": 2, "failed": 3, "late": 1, "skipped": 0}
+    for step in (1, 2):
+        line = metrics_of(config, step, 0.25) | {"past/unverified": 0, "past/rollouts": 0}
+        view.add(line | {f"teacher/{name}": value for name, value in given.items()})
+    lines = shown(view, 80)
+    assert lines[1].split() == ["source", *COLUMNS]
+    assert [line.split() for line in lines[7:9]] == [
+        ["teacher", "0.750", "–", "20.0", "–", "–", "–"],
+        ["past", "–", "–", "–", "–", "–", "–"],
+    ]
+    assert lines[-2:] == [
+        "rollouts without a verdict so far: teacher 4",
+        "requests without a usable answer so far: teacher 8",
+    ]
+    assert "| teacher: reward 0.750 length 20.0 | left" in view.line()
+
+
 def test_a_narrow_terminal_drops_columns_and_keeps_the_accuracy() -> None:
     view = View(four_agents())
     headers = [shown(view, width)[1].split()[1:] for width in range(120, 24, -1)]

@@ -27,6 +27,8 @@ from conftest import MakeConfig
 from hacrl.algorithms import ALGORITHMS, HACPO
 from hacrl.report.page import write_report
 from hacrl.run import train
+from hacrl.tasks.arithmetic import ArithmeticTask
+from teacher_server import Response, Teacher, right
 
 HOSTILE = '<img src=x onerror="hacked=1"></script><script>hacked=1</script><!--\u202eevil\u2066 \x1b[31mred\x07'
 SHOWN = '<img src=x onerror="hacked=1"></script><script>hacked=1</script><!--\\u202eevil\\u2066 \\x1b[31mred\\x07'
@@ -287,6 +289,40 @@ def test_sources_of_which_nothing_is_used_are_not_drawn(tab: Tab, make_config: M
     assert [place.text for place in tab.all("#sources .empty")] == [
         f"{agent.id} used no rollout of others." for agent in config.agents
     ]
+
+
+def test_sources_that_are_no_agents_have_a_table(tab: Tab, make_config: MakeConfig, tmp_path: Path) -> None:
+    """What each gave and what that cost, as the metrics of the run say."""
+    teacher = Teacher(lambda fields: right(fields) if fields["seed"] % 3 else Response(b"", 418))
+    endpoint = {"url": teacher.url, "model": "big"}
+    rows = [{"prompt": problem.prompt, "completion": "#1"} for problem in ArithmeticTask(0).train(0, 2)]
+    (tmp_path / "past.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sources = [
+        {"id": "past", "rollouts": str(tmp_path / "past.jsonl")},
+        {"id": "teacher", "endpoint": endpoint, "budget": {"requests": 15}, "max_requests": 1},
+    ]
+    settings = {"algorithm": {"name": "hacpo_robust"}, "task": {"name": "arithmetic", "eval_size": 2}}
+    try:
+        run = train(make_config("llama-plus", sources=sources, **settings), console=Console(file=io.StringIO())).run_dir
+    finally:
+        teacher.close()
+    tab.open(write_report(run))
+    tab.scroll_through()
+    used = json.loads((run / "summary.json").read_text())["sources"]["teacher"]
+    head, *rows_shown = tab.js(
+        """[...document.querySelectorAll('table')]
+          .find((each) => each.caption?.textContent === 'Sources that are no agents')
+          .querySelectorAll('tr').values()
+          .map((row) => [...row.cells].map((cell) => cell.textContent)).toArray()"""
+    )
+    shown = [dict(zip(head, cells, strict=True)) for cells in rows_shown]
+    assert [row["source"] for row in shown] == ["past", "teacher"]
+    assert (shown[0]["rollouts"], shown[0]["without log-probs"], shown[0]["requests"]) == ("2", "2", "–")
+    assert shown[0]["with an answer in store"] == "25%"
+    assert (shown[1]["rollouts"], shown[1]["failed"]) == (str(used["rollouts"]), str(used["failed"]))
+    assert 0 < used["failed"] < used["rollouts"]
+    assert (shown[1]["requests"], shown[1]["not sent"]) == ("13", "3")
+    assert [len(chart) for chart in curves(tab, "sources")] == [3]
 
 
 def test_a_ratio_that_is_always_1_is_not_drawn(tab: Tab, make_config: MakeConfig) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 from conftest import MakeConfig
 from hacrl.config import RunConfig
@@ -68,6 +70,60 @@ def test_log_probabilities_are_used_where_their_number_of_tokens_is_known(make_a
     known, unknown = sorted(archive.give(PROBLEMS, 1, 0).rollouts, key=lambda rollout: rollout.logps is None)
     assert (known.logp_sum, known.num_tokens, unknown.logp_sum) == (-6.0, 4, None)
     assert "1 stored rollouts have no log-probabilities" in archive.remarks[1]  # type: ignore[attr-defined]
+
+
+def test_data_sets_are_read_whatever_their_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parquet file, a folder of save_to_disk, and a data set of the hub with conversations and no rewards."""
+    rows = [{"prompt": PROBLEMS[0].prompt, "completion": "1", "reward": 1.0, "logp_sum": -2.0, "num_tokens": 2}]
+    turns = [("user", PROBLEMS[0].prompt), ("assistant", "1")]
+    conversation = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    DatasetDict(best=Dataset.from_list(rows)).save_to_disk(str(tmp_path / "folder"))
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, subset: str | None, split: str) -> Dataset:
+        asked.append((name, subset, split))
+        return Dataset.from_list(conversation)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    forms = [
+        {"rollouts": str(tmp_path / "rows.parquet")},
+        {"rollouts": str(tmp_path / "folder"), "split": "best"},
+        {"rollouts": "some/teacher-answers", "split": "good", "subset": "small"},
+    ]
+    found = []
+    for form in forms:
+        archive = Archive(SourceConfig(id="past", trust_rewards=True, **form), 1, 0, max_length=16)  # type: ignore[arg-type]
+        archive.prepare(PROBLEMS, False, tmp_path / "run" / "sources")
+        (rollout,) = archive.give(PROBLEMS, 1, 0).rollouts
+        found.append((rollout.text, rollout.reward, rollout.logp_sum))
+    assert found == [("1", 1.0, -2.0), ("1", 1.0, -2.0), ("1", None, None)]
+    assert asked == [("some/teacher-answers", "small", "good")]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"logp_sum": 5.0, "num_tokens": 4},
+        {"logp_sum": -6.0, "num_tokens": 10**12},
+        {"logp_sum": -6.0, "num_tokens": 0},
+        {"logp_sum": float("nan"), "num_tokens": 4},
+        {"logp_sum": "-6", "num_tokens": "4"},
+    ],
+    ids=str,
+)
+def test_impossible_numbers_of_a_row_are_not_believed(
+    make_archive: Callable[..., Archive], columns: dict[str, Any]
+) -> None:
+    (rollout,) = make_archive(answers(1, **columns)).give(PROBLEMS, 1, 0).rollouts
+    assert rollout.logps is None
+    assert 1 <= rollout.num_tokens <= 4
+
+
+def test_columns_of_a_data_set_are_not_taken_for_those_of_a_run(make_archive: Callable[..., Archive]) -> None:
+    rows = answers(1, opened="2024-01-01", lead={"name": "Ada"}, reward=1e300)
+    (rollout,) = make_archive(rows, trust_rewards=True).give(PROBLEMS, 1, 0).rollouts
+    assert (rollout.opened, rollout.lead, rollout.reward) == ("", "", None)
 
 
 def test_empty_and_far_too_long_answers_are_left_out_and_counted(make_archive: Callable[..., Archive]) -> None:
@@ -202,6 +258,17 @@ def test_rewards_are_taken_only_from_those_who_are_trusted(
     assert found == {0.25} if trust else found <= {0.0, 1.0}
 
 
+def test_a_trusted_reward_that_the_algorithm_cannot_use_is_one_sentence(
+    make_config: MakeConfig, earlier: Path, tmp_path: Path
+) -> None:
+    lines = read_rollouts(earlier / "rollouts/step-000001.jsonl")
+    columns = {"reward": -1.0, "logp_sum": -1.0, "num_tokens": 4}
+    rows = [{"prompt": line["prompt"], "completion": line["text"], **columns} for line in lines]
+    source = {"id": "past", "rollouts": write_rows(tmp_path / "stored.jsonl", rows), "trust_rewards": True}
+    with pytest.raises(UserError, match=r"past.*a reward of -1 is below reward_min .*set algorithm.reward_min"):
+        train(make_config("llama-plus", sources=[source], max_steps=1))
+
+
 def test_hard_prompts_are_those_that_no_agent_solves(make_config: MakeConfig, earlier: Path) -> None:
     source = {"id": "past", "rollouts": str(earlier), "when": "hard", "num_generations": 3}
     config = with_past(make_config, earlier, sources=[source], max_steps=3)
@@ -263,6 +330,23 @@ def test_weight_one_has_the_gradient_of_the_mean_log_probability() -> None:
     expected = torch.where(mask_NT, (advantage_N / torch.tensor(length))[:, None], 0.0)
     torch.testing.assert_close(logp_NT.grad, expected)
     assert terms.log_ratio_N.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("stop", [None, [";"]])
+def test_what_a_stop_string_ended_has_no_end_of_turn(tmp_path: Path, stop: list[str] | None) -> None:
+    """Neither in the rollouts of a run's agents nor in those of its teacher behind an address."""
+    run = tmp_path / "run"
+    (run / "rollouts").mkdir(parents=True)
+    endpoint = {"url": "http://host/v1", "model": "big", **({"stop": stop} if stop else {})}
+    agent = {"id": "small", "model": "zoo:llama-small", **({"stop": stop} if stop else {})}
+    config = {"agents": [agent], "sources": [{"id": "teacher", "endpoint": endpoint}]}
+    (run / "config.yaml").write_text(json.dumps(config))
+    lines = [{"source": name, "prompt": PROBLEMS[0].prompt, "text": name} for name in ("small", "teacher")]
+    write_rows(run / "rollouts" / "step-000001.jsonl", lines)
+    archive = Archive(SourceConfig(id="past", rollouts=str(run)), 1, 0, max_length=16)
+    archive.prepare(PROBLEMS, False, tmp_path / "new" / "sources")
+    given = archive.give(PROBLEMS, 1, 0).rollouts
+    assert {(rollout.text, rollout.ended) for rollout in given} == {("small", not stop), ("teacher", not stop)}
 
 
 # --- what is refused -------------------------------------------------------------------------------

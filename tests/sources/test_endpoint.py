@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from teacher_server import Fields, Reply, Response, Teacher, asked, chat, right, worked
 
+from conftest import MakeConfig
 from hacrl.config.sources import SourceConfig
 from hacrl.errors import UserError
 from hacrl.sources import client as client_file
 from hacrl.sources.endpoint import Endpoint
 from hacrl.sources.outside import Given
 from hacrl.tasks.problem import Problem
+from teacher_server import Fields, Reply, Response, Teacher, asked, chat, right, worked
 
 KEY = "sk-very-secret-0123456789"
 PROBLEMS = [Problem(f"p{n}", f"{n}+{n + 1}-1=", f"{2 * n}") for n in range(4)]
@@ -189,19 +190,28 @@ def test_the_disagreement_of_two_greedy_answers_is_measured_at_the_start(teacher
     [
         ({"endpoint": {"logprobs": "none"}}, "it has no log-probabilities"),
         ({"temperature": 0.7}, "before temperature .endpoint.logprobs: raw., and its temperature is 0.7"),
+        ({"temperature": 0, "endpoint": {"logprobs": "at_temperature"}}, "it answers greedily .temperature: 0."),
         ({"endpoint": {"reasoning": True}}, "its text has thinking in it"),
     ],
 )
-def test_settings_that_rule_log_probabilities_out_are_refused_before_anything_is_asked(
-    teacher: Teacher, make: Make, settings: dict[str, Any], why: str
+def test_settings_that_rule_log_probabilities_out(
+    teacher: Teacher, make: Make, make_config: MakeConfig, settings: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(UserError, match=why):
-        make(needs_logps=True, **settings)
-    assert not teacher.requests
+    """An algorithm that needs them refuses such a config; others ask for none."""
     source = make(**settings)
     assert why.split()[0] in remarks(source)
     source.give(PROBLEMS[:1], 1, 0)
     assert all("logprobs" not in fields for fields in teacher.requests)
+    given = {
+        "id": "teacher",
+        **settings,
+        "endpoint": {"url": "http://a/v1", "model": "m", **settings.get("endpoint", {})},
+    }
+    make_config("llama-plus", algorithm={"name": "hacpo_robust"}, sources=[given])
+    with pytest.raises(
+        UserError, match=rf"sources.teacher: .*{why}.*, and the algorithm weighs .* Choose another algo"
+    ):
+        make_config("llama-plus", algorithm={"name": "hacpo"}, sources=[given])
 
 
 @pytest.mark.parametrize(
@@ -312,6 +322,15 @@ def test_a_request_is_sent_again_after_the_pause_that_the_server_asks_for(teache
     assert second - first >= 0.3
     assert third - second >= 0.5  # at most the timeout
     assert len({fields["seed"] for fields in teacher.sampled}) == 1
+
+
+def test_a_pause_that_the_server_asks_for_holds_for_all_requests(teacher: Teacher, make: Make) -> None:
+    source = make(num_generations=1, endpoint={"timeout": 0.5, "max_retries": 0})
+    given_one(teacher, source, Response(b"", 429, {"Retry-After": "0.3"}))
+    teacher.reply = right
+    assert len(source.give(PROBLEMS[1:3], 2, 0).rollouts) == 2
+    refused, *later = teacher.times[-3:]
+    assert min(later) - refused >= 0.3
 
 
 def test_a_server_that_is_down_is_left_alone_for_the_rest_of_the_step(

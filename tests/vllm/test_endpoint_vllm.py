@@ -25,6 +25,7 @@ from hacrl.sources.endpoint import Endpoint
 from hacrl.tasks.arithmetic import ArithmeticTask
 
 MODEL = ZOO / "llama-large"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "teacher" / "run.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def source(url: str, **settings: Any) -> dict[str, Any]:
-    endpoint = {"url": url, "model": "zoo", "api": "completions", "logprobs": "at_temperature"}
+    endpoint = {"url": url, "model": "zoo", "logprobs": "at_temperature"}
     return {"id": "teacher", "endpoint": endpoint | settings.pop("endpoint", {}), "num_generations": 4, **settings}
 
 
@@ -69,28 +70,31 @@ def sampled(url: str, folder: Path, **settings: Any) -> tuple[list[Rollout], str
         teacher.close()
 
 
-def logps(rollout: Rollout, temperature: float) -> list[float]:
+def logps(rollout: Rollout, temperature: float = 1.0, api: str = "chat") -> list[float]:
     """What the model finds itself, with transformers; the end of turn is included if the rollout has it."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     prompt, tokens = tokenizer.encode(str(rollout.prompt)), tokenizer.encode(rollout.text)
+    prompt = [tokenizer.bos_token_id] * (api == "chat") + prompt  # the template of the zoo
     tokens += [tokenizer.eos_token_id] * rollout.ended
     with torch.no_grad():
         logits_TV = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return (logits_TV / temperature).log_softmax(-1)[range(len(tokens)), tokens].tolist()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.5])
-def test_log_probabilities_are_those_of_the_model(url: str, tmp_path: Path, temperature: float) -> None:
-    rollouts, remark = sampled(url, tmp_path, temperature=temperature)
+@pytest.mark.parametrize(("api", "temperature"), [("chat", 1.0), ("chat", 1.5), ("completions", 0.7)])
+def test_log_probabilities_are_those_of_the_model(url: str, tmp_path: Path, api: str, temperature: float) -> None:
+    settings = {"temperature": temperature, "endpoint": {"api": api}}
+    rollouts, remark = sampled(url, tmp_path, **settings)
     assert "its log-probabilities are used" in remark
-    assert len(rollouts) == 24
     assert len({rollout.text for rollout in rollouts}) > 6
-    for rollout in rollouts:
-        assert rollout.ended == (rollout.finish_reason == "stop")
-        assert rollout.logps == pytest.approx(logps(rollout, temperature), abs=1e-3)
-    assert any(rollout.ended for rollout in rollouts)
-    again, _ = sampled(url, tmp_path / "another", temperature=temperature)
+    assert all(rollout.ended == (rollout.finish_reason == "stop") for rollout in rollouts)
+    whole = [rollout for rollout in rollouts if rollout.logps]  # others have special tokens, which the text leaves out
+    assert len(whole) >= (24 if (api, temperature) == ("chat", 1.0) else 12)
+    for rollout in whole:
+        assert rollout.logps == pytest.approx(logps(rollout, temperature, api), abs=1e-3)
+    assert any(rollout.ended for rollout in whole)
+    again, _ = sampled(url, tmp_path / "another", **settings)
     assert [rollout.text for rollout in again] == [rollout.text for rollout in rollouts]
 
 
@@ -100,7 +104,7 @@ def test_what_limits_and_stop_strings_cut_off_has_no_end_of_turn(url: str, tmp_p
     assert {rollout.finish_reason for rollout in cut} == {"length"}
     assert any(rollout.finish_reason == "stop" and not rollout.ended for rollout in stopped)
     for rollout in (*cut, *stopped):
-        assert rollout.logps == pytest.approx(logps(rollout, 1.0), abs=1e-3)
+        assert rollout.logps == pytest.approx(logps(rollout), abs=1e-3)
 
 
 def test_a_run_learns_from_it(url: str, tmp_path: Path) -> None:
@@ -131,3 +135,19 @@ def test_a_run_learns_from_it(url: str, tmp_path: Path) -> None:
     ratios = [ratio for ratio in ratios if ratio is not None]
     assert ratios
     assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-3)  # the learner is still the teacher's model
+
+
+def test_the_example(url: str, tmp_path: Path) -> None:
+    """With fewer and smaller steps: the teacher answers the prompts for which no own answer was right."""
+    changes = ["max_steps=2", "prompts_per_step=8", "task.eval_size=16", f"output_dir={tmp_path / 'run'}"]
+    server = [f"sources.teacher.endpoint.url={url}", "sources.teacher.endpoint.model=zoo"]
+    run = train(RunConfig.load(str(EXAMPLE), [*changes, *server])).run_dir
+    asked = 0
+    for step in (1, 2):
+        text = (run / "rollouts" / f"step-{step:06d}.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        solved = {line["prompt_id"] for line in lines if line["source"] == "small" and line["reward"] == 1}
+        given = [line["prompt_id"] for line in lines if line["source"] == "teacher"]
+        assert sorted(given) == sorted(2 * list({line["prompt_id"] for line in lines} - solved))
+        asked += len(given)
+    assert asked

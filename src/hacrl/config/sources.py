@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hacrl.config.strict import Label, Length, Options, Positive, Seconds, Strict
+from hacrl.config.strict import Label, Length, Options, Positive, Seconds, Strict, written
 
 OWN_FIELDS = {
     "model": "endpoint.model",
@@ -20,6 +20,11 @@ OWN_FIELDS = {
 """Fields of a request, and the settings that fill them."""
 OWN_NUMBERS = {"seed": "the run's seed", "max_tokens": "max_completion_length"}
 """Fields that are sent unless they are null in extra_body."""
+LOGPS_NEEDED = (
+    "and the algorithm weighs others' rollouts by the log-probabilities that their sources recorded. Choose another "
+    "algorithm, for example hacpo_robust, or another source"
+)
+"""The end of a sentence about a source that has no log-probabilities, which begins with the reason."""
 NO_USE = ("stream", "best_of", "echo")
 """Fields of a request that change the form of an answer, so that it could not be read."""
 
@@ -65,7 +70,9 @@ class EndpointConfig(Strict):
     """Address of the server up to the version, for example http://host:8000/v1."""
     model: Annotated[str, Field(min_length=1)]
     """Name of the model at the server."""
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    api_key_env: Annotated[str, written(r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of an environment variable")] | None = (
+        None
+    )
     """Name of the environment variable that holds the key. The key itself is written nowhere."""
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends messages; `completions` sends the text of the prompt as it is."""
@@ -142,3 +149,21 @@ class SourceConfig(Strict):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is a setting of {other}: remove it")
         return self
+
+    @property
+    def lacks_logps(self) -> str:
+        """Why an endpoint's log-probabilities are not those of its sampling, by its settings; empty if they may be."""
+        if self.endpoint is None:
+            return ""
+        if self.endpoint.logprobs == "none":
+            return "it has no log-probabilities (endpoint.logprobs: none)"
+        if self.endpoint.reasoning:
+            return "its text has thinking in it, whose log-probabilities are not known (endpoint.reasoning)"
+        if self.temperature == 0:
+            return "it answers greedily (temperature: 0), which has no log-probabilities"
+        if self.endpoint.logprobs == "raw" and self.temperature != 1:
+            return (
+                "it reports log-probabilities before temperature (endpoint.logprobs: raw), and its temperature is "
+                f"{self.temperature:g}"
+            )
+        return ""

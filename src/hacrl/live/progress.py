@@ -31,6 +31,8 @@ COLUMNS = {"reward": 6, "accuracy": 13, "length": 6, "s": 5, "kept": 4, "tok/s":
 """Widths of the columns, fixed so that nothing moves when numbers change."""
 DISPENSABLE = ("phase", "tok/s", "length", "kept", "s", "reward")
 """Columns that a narrow terminal leaves out, in this order."""
+UNANSWERED = ("failed", "late", "skipped", "over_budget")
+"""Metrics of a teacher behind an address that count requests without a usable answer."""
 GAP = "  "
 RECENT = 20
 """How many of the last steps the time left is estimated from."""
@@ -62,7 +64,9 @@ class View:
         """Seconds that the last checkpoint took."""
         self.warning: str | None = None
         self.unverified = ""
-        self._unverified: Counter[str] = Counter()
+        self.unanswered = ""
+        self._counts = {"unverified": Counter[str](), "unanswered": Counter[str]()}
+        """Rollouts without a verdict, and requests without a usable answer, of each agent and source so far."""
         self._plain: deque[float] = deque(maxlen=RECENT)
         """Seconds of the recent steps, without evaluation unless every step has one."""
         self._evaluation = 0.0
@@ -76,11 +80,17 @@ class View:
             if latest is not None:
                 first, _ = self.accuracy.get(agent.id, (latest, latest))
                 self.accuracy[agent.id] = (first, latest)
-            self._unverified[agent.id] += metrics.get(f"{agent.id}/unverified") or 0
-        if self._unverified.total():
-            counts = [f"{agent} {count:,}" for agent, count in self._unverified.items() if count]
-            self.unverified = f"rollouts without a verdict so far: {', '.join(counts)}"
+        for name in self.config.names:
+            self._counts["unverified"][name] += metrics.get(f"{name}/unverified") or 0
+            lost = known_values(metrics, [f"{name}/{way}" for way in UNANSWERED])
+            self._counts["unanswered"][name] += int(sum(lost))
+        self.unverified = self._so_far("unverified", "rollouts without a verdict")
+        self.unanswered = self._so_far("unanswered", "requests without a usable answer")
         self._time(metrics)
+
+    def _so_far(self, count: str, what: str) -> str:
+        counts = [f"{name} {count:,}" for name, count in self._counts[count].items() if count]
+        return f"{what} so far: {', '.join(counts)}" if counts else ""
 
     def _time(self, metrics: dict[str, Any]) -> None:
         known = known_values(metrics, [f"{agent.id}/time/eval" for agent in self.config.agents])
@@ -115,13 +125,14 @@ class View:
     def line(self) -> str:
         """The latest step as a line for logs."""
         parts = [f"step {self.step}/{self.config.max_steps}"]
-        for agent in self.config.agents:
-            cells = {name: text for name, text in self.cells(agent.id).items() if text not in ("–", "")}
-            parts.append(f"{agent.id}: " + " ".join(f"{name} {text}" for name, text in cells.items()))
+        for source in self.config.names:
+            cells = {name: text for name, text in self.cells(source).items() if text not in ("–", "")}
+            if cells:
+                parts.append(f"{source}: " + " ".join(f"{name} {text}" for name, text in cells.items()))
         return " | ".join([*parts, f"left {self.left}"])
 
     def cells(self, agent: str) -> dict[str, str]:
-        """The latest figures of an agent by column."""
+        """The latest figures of an agent, or of another source, by column."""
 
         def cell(name: str, decimals: int, *keys: str) -> str:
             known = known_values(self.metrics, [f"{agent}/{key}" for key in keys])
@@ -149,9 +160,9 @@ class View:
 
     def lines(self, width: int) -> list[Text]:
         """The table at this width: columns that do not fit are left out, nothing wraps."""
-        rows = {agent.id: self.cells(agent.id) for agent in self.config.agents}
-        names = list(next(iter(rows.values())))
-        id_width = min(max(map(len, [*rows, "agent"])), max(width // 4, 10))
+        rows = {source: self.cells(source) for source in self.config.names}
+        names, head = list(next(iter(rows.values()))), "source" if self.config.sources else "agent"
+        id_width = min(max(map(len, [*rows, head])), max(width // 4, 10))
         total = id_width + sum(len(GAP) + COLUMNS[name] for name in names)
         for name in DISPENSABLE:
             if total > width and name in names:
@@ -165,10 +176,9 @@ class View:
             return GAP.join([shown.ljust(id_width), *aligned])
 
         rule = Text("─" * total, style="dim")
-        lines = [Text(self.title, style="bold"), Text(row("agent", {name: name for name in names}), style="dim"), rule]
+        lines = [Text(self.title, style="bold"), Text(row(head, {name: name for name in names}), style="dim"), rule]
         lines += [*(Text(row(agent, cells)) for agent, cells in rows.items()), rule, self._foot(total)]
-        if self.unverified:
-            lines.append(Text(self.unverified, style="yellow"))
+        lines += [Text(lost, style="yellow") for lost in (self.unverified, self.unanswered) if lost]
         if self.warning:
             lines.append(Text.assemble(("last warning: ", "yellow"), self.warning))
         return lines

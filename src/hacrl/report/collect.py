@@ -19,6 +19,7 @@ from hacrl.config.settings import read_source
 from hacrl.config.task import part_label
 from hacrl.errors import UserError
 from hacrl.files import mismatch
+from hacrl.study.results import mean
 from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import RunDir
 
@@ -162,6 +163,7 @@ def source_data(source: str, lines: Sequence[Data]) -> Data:
     """What a source gave that is no agent, over the whole run."""
     counts = ("prompts", "rollouts", "without_logps", "requests", "failed", "late", "prompt_tokens", "answer_tokens")
     found: Data = {name: added(column(lines, f"{source}/{name}")) for name in counts}
+    found["not_sent"] = added(column(lines, f"{source}/skipped", f"{source}/over_budget"))
     means = {"reward": ("reward", "rollouts"), "latency": ("time/latency", "requests"), "joined": ("joined", "prompts")}
     for name, (metric, weight) in means.items():
         pairs = zip(column(lines, f"{source}/{metric}"), column(lines, f"{source}/{weight}"), strict=True)
@@ -313,13 +315,8 @@ def thin(series: dict[str, list[float | None]], points: int) -> dict[str, list[f
         width = max(math.ceil(len(values) / points), 1)
         parts = [values[i : i + width] for i in range(0, len(values), width)]
         cumulative = name.rpartition("/")[2] in CUMULATIVE
-        thinned[name] = [rounded(last(part) if cumulative or width == 1 else average(part)) for part in parts]
+        thinned[name] = [rounded(last(part) if cumulative or width == 1 else mean(part)) for part in parts]
     return thinned
-
-
-def average(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 def rounded(value: Any) -> Any:

@@ -1,11 +1,10 @@
 """Stored rollouts as a source: those of an earlier run, or a data set of prompts and completions."""
 
 import hashlib
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,13 +15,16 @@ from hacrl.rollouts.lines import read_rollouts
 from hacrl.rollouts.rollout import FinishReason, Rollout
 from hacrl.seeding import STORED, permutation
 from hacrl.sources.outside import Given, OutsideSource
-from hacrl.tasks.dataset import example_of, question_of, read_rows
+from hacrl.tasks.dataset import example_of, is_on_hub, question_of, read_rows
 from hacrl.tasks.problem import Problem, Prompt, text_number
 
 BYTES_PER_TOKEN = 4
 """Stored text without a number of tokens counts as one token for so many bytes."""
 MOST_BYTES_PER_TOKEN = 64
 """Texts with more bytes for each token of the run's longest completion are left out: no tokenizer would fit them in."""
+MOST_TOKENS = 2**20
+"""A row that reports more tokens than this is not believed: no completion may be longer."""
+LARGEST = 1e9
 DAY = 86_400
 
 
@@ -108,10 +110,10 @@ class Archive(OutsideSource):
         """The rollouts that a run has written, of the agents that the config names."""
         config, _ = read_source(path / "config.yaml")
         stops = {agent["id"]: agent.get("stop", config.get("stop")) for agent in config.get("agents", [])}
-        known = [*stops, *(source["id"] for source in config.get("sources") or [])]
+        stops |= {other["id"]: (other.get("endpoint") or {}).get("stop") for other in config.get("sources") or []}
         for agent in self.config.agents or []:
-            if agent not in known:
-                raise UserError(f"{self.place}.agents: the run {path} has no agent {agent}; it has {', '.join(known)}.")
+            if agent not in stops:
+                raise UserError(f"{self.place}.agents: the run {path} has no agent {agent}; it has {', '.join(stops)}.")
         files = sorted((path / "rollouts").glob("step-*.jsonl"))
         if not files:
             raise UserError(f"{self.place}: the run {path} has no rollouts yet.")
@@ -119,9 +121,9 @@ class Archive(OutsideSource):
         for file in files:
             for line in read_rollouts(file):
                 if self.config.agents is None or line["source"] in self.config.agents:
-                    yield stored(
-                        line, question_of(cast(Prompt, line["prompt"])), line["text"], bool(stops.get(line["source"]))
-                    )
+                    answer = stored(line, question_of(cast(Prompt, line["prompt"])), line["text"])
+                    ended = answer.ended and not stops.get(line["source"])  # a stop string may have ended it
+                    yield replace(answer, ended=ended, opened=line.get("opened", ""), lead=line.get("lead", ""))
 
     def _of_data(self, path: Path) -> Iterator[Stored]:
         """The rows of a file or a hub id, with the columns prompt and completion."""
@@ -129,7 +131,11 @@ class Archive(OutsideSource):
         rows = read_rows(str(self.config.rollouts), self.config.split, self.config.subset, f"{self.place}.rollouts")
         for place, row in rows:
             example = example_of(row, place)
-            yield stored(row, example.question, example.completion, may_stop=False)
+            yield stored(row, example.question, example.completion)
+
+    @property
+    def is_on_hub(self) -> bool:
+        return is_on_hub(str(self.config.rollouts))
 
     @property
     def place(self) -> str:
@@ -197,24 +203,24 @@ class Archive(OutsideSource):
         self.given = Counter(state["given"])
 
 
-def stored(row: Mapping[str, Any], question: str, text: str, may_stop: bool) -> Stored:
-    """An answer with what its row says about it. `may_stop`: a stop string may have ended it, with no end of turn."""
+def stored(row: Mapping[str, Any], question: str, text: str) -> Stored:
+    """An answer with what its row says about it. Numbers that cannot be are not believed."""
     reward, logp_sum, tokens = (number(row.get(name)) for name in ("reward", "logp_sum", "num_tokens"))
-    known = logp_sum is not None and tokens is not None and tokens >= 1
+    if tokens is not None and not 1 <= tokens <= MOST_TOKENS:
+        tokens = None
+    known = tokens is not None and logp_sum is not None and logp_sum <= 0
     cut_off = row.get("finish_reason") == "length"
     return Stored(
         question=question,
         text=text,
         reward=reward,
         finish_reason="length" if cut_off else "stop",
-        ended=not cut_off and not may_stop,
+        ended=not cut_off,
         logp_sum=logp_sum if known else None,
         num_tokens=int(tokens or 0) or max(len(text.encode(errors="surrogatepass")) // BYTES_PER_TOKEN, 1),
-        opened=row.get("opened", ""),
-        lead=row.get("lead", ""),
     )
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    """A number as large as a reward may be, or None."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= LARGEST else None

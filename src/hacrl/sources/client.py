@@ -84,14 +84,16 @@ class Client:
         http = openai.DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [self._refuse]})
         fixed = {"max_retries": 0, "timeout": config.timeout, "http_client": http}
         self.client = openai.OpenAI(base_url=config.url, api_key=key or "none", **fixed)
+        self.not_before = 0.0
+        """Time until which nothing is sent, because the server has asked for a pause."""
 
     def send(self, request: Request, read: Callable[[bytes], Outcome], stop: Event) -> tuple[Outcome, str]:
         """The outcome of a request, and what the server said if it refused. `read` reads the body of a response.
 
-        `stop` ends the wait for another attempt.
+        `stop` ends the waiting; then no further attempt is made.
         """
-        attempt, key = 0, request.key
-        while True:
+        outcome, attempt, key = Outcome(failed="too_slow"), 0, request.key
+        while not stop.wait(max(self.not_before - time.monotonic(), 0.0)):
             began = time.monotonic()
             try:
                 outcome, failure = read(self._body(request)), None
@@ -100,19 +102,20 @@ class Client:
             except Failure as error:
                 outcome, failure = Outcome(failed=error.reason), error
             outcome.retries, outcome.seconds = attempt, time.monotonic() - began
+            if failure is not None and failure.retry_after is not None:
+                self.not_before = time.monotonic() + min(max(failure.retry_after, 0.0), self.config.timeout)
             if failure is None or not failure.may_pass or attempt == self.config.max_retries:
                 return outcome, failure.said if failure else ""
             attempt += 1
-            if stop.wait(self._pause(key, attempt, failure)):
-                return outcome, ""
+            if failure.retry_after is None and stop.wait(self._pause(key, attempt)):
+                break
+        return outcome, ""
 
     def close(self) -> None:
         self.client.close()
 
-    def _pause(self, key: str, attempt: int, failure: Failure) -> float:
-        """Seconds before the next attempt: those that the server asks for, or longer each time."""
-        if failure.retry_after is not None:
-            return min(max(failure.retry_after, 0.0), self.config.timeout)
+    def _pause(self, key: str, attempt: int) -> float:
+        """Seconds before the next attempt, where the server does not ask for any: longer each time."""
         longest = min(FIRST_PAUSE * 2.0 ** min(attempt - 1, 30), LONGEST_PAUSE)
         return longest * (0.5 + 0.5 * random.Random(f"{key}/{attempt}").random())
 

@@ -94,9 +94,7 @@ class Endpoint(OutsideSource):
 
     def _decide(self, problem: Problem, needs_logps: bool) -> Decision:
         """Ask for greedy answers to a problem, and decide whether log-probabilities are used."""
-        why = self._unusable()
-        if why and needs_logps:
-            self.without_logps(why, needs_logps)
+        why = self.config.lacks_logps
         with doing(f"asking {self.endpoint.model} at {self.endpoint.url}"):
             probes = [self._probe(problem, seed, not why) for seed in range(1 if why else 2)]
         outcomes = [outcome for outcome, _ in probes]
@@ -116,22 +114,6 @@ class Endpoint(OutsideSource):
             f"Source {self.config.id}: its log-probabilities are used. In two greedy answers to one prompt they differ "
             f"by {measured:.2g} a token."
         )
-
-    def _unusable(self) -> str:
-        """Why its log-probabilities are not those of its sampling, by its settings; empty if they are."""
-        reported, temperature = self.endpoint.logprobs, self.config.temperature
-        if reported == "none":
-            return "it has no log-probabilities (endpoint.logprobs: none)"
-        if self.endpoint.reasoning:
-            return "its text has thinking in it, whose log-probabilities are not known (endpoint.reasoning)"
-        if temperature == 0:
-            return "it answers greedily (temperature: 0), which has no log-probabilities"
-        if reported == "raw" and temperature != 1:
-            return (
-                f"it reports log-probabilities before temperature (endpoint.logprobs: raw), and its temperature is "
-                f"{temperature:g}"
-            )
-        return ""
 
     def _probe(self, problem: Problem, seed: int, with_logps: bool) -> tuple[Outcome, list[Entry]]:
         """A greedy answer, and the tokens that the server reports with log-probabilities; UserError if none comes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hacrl.config.sources import SourceConfig
+from hacrl.config.sources import LOGPS_NEEDED, SourceConfig
 from hacrl.errors import UserError
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.problem import Problem
@@ -70,8 +70,5 @@ class OutsideSource(ABC):
     def without_logps(self, why: str, needs_logps: bool) -> str:
         """A remark that the source has no log-probabilities; UserError if the algorithm needs them."""
         if needs_logps:
-            raise UserError(
-                f"sources.{self.config.id}: {why}, and the algorithm weighs others' rollouts by the log-probabilities "
-                "that their sources recorded. Choose another algorithm, for example hacpo_robust, or another source."
-            )
+            raise UserError(f"sources.{self.config.id}: {why}, {LOGPS_NEEDED}.")
         return f"Source {self.config.id}: {why}; its rollouts count as if the learner had found them as likely (s = 1)."

@@ -13,26 +13,38 @@ import numpy as np
 from hacrl.config import RunConfig
 from hacrl.rollouts.rollout import Rollout
 from hacrl.sources.archive import Archive
+from hacrl.sources.endpoint import Endpoint
 from hacrl.sources.outside import Given, OutsideSource
 from hacrl.tasks.problem import Problem
+
+
+def sources_of(config: RunConfig) -> list[OutsideSource]:
+    """The sources of a config that are no agents."""
+    found: list[OutsideSource] = []
+    for index, own in enumerate(config.sources, start=len(config.agents)):
+        given = own, index, config.seed, config.max_completion_length
+        found.append(Archive(*given) if own.rollouts is not None else Endpoint(*given))
+    return found
 
 
 @contextmanager
 def prepared(config: RunConfig, problems: Sequence[Problem]) -> Iterator[tuple[list[OutsideSource], list[str]]]:
     """The sources of a config after a check that they can be used, and remarks; `problems` are some of the task's."""
-    sources: list[OutsideSource] = []
-    for index, own in enumerate(config.sources, start=len(config.agents)):
-        if own.rollouts is not None:
-            sources.append(Archive(own, index, config.seed, config.max_completion_length))
-        else:
-            from hacrl.sources.endpoint import Endpoint  # needs the package openai
-
-            sources.append(Endpoint(own, index, config.seed, config.max_completion_length))
-    folder, needs_logps = Path(config.output_dir) / "sources", config.algorithm.needs_logps
+    sources = sources_of(config)
     with ExitStack() as stack:
         for source in sources:
             stack.callback(source.close)
-        yield sources, [note for source in sources for note in source.prepare(problems, needs_logps, folder)]
+        yield sources, [note for source in sources for note in _prepare(source, config, problems)]
+
+
+def stored_remarks(config: RunConfig, problems: Sequence[Problem]) -> list[str]:
+    """Remarks on the stored rollouts that this machine has; UserError if they cannot be used. No teacher is asked."""
+    here = [source for source in sources_of(config) if isinstance(source, Archive) and not source.is_on_hub]
+    return [note for source in here for note in _prepare(source, config, problems)]
+
+
+def _prepare(source: OutsideSource, config: RunConfig, problems: Sequence[Problem]) -> list[str]:
+    return source.prepare(problems, config.algorithm.needs_logps, Path(config.output_dir) / "sources")
 
 
 Asked = list[Future[Given] | None]

@@ -19,6 +19,7 @@ from hacrl.learners.parts import EXACT
 from hacrl.tasks import build_task
 from hacrl.tasks.dataset import is_on_hub
 from hacrl.tasks.problem import Problem
+from hacrl.training.asking import stored_remarks
 
 GIB = 2**30
 
@@ -143,7 +144,7 @@ def plan(config: RunConfig, shapes: Shapes | None = None) -> list[AgentPlan]:
 def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
     """Return the first problem of the run, or None if it must be downloaded; and remarks for the user.
 
-    UserError if the run could not begin with this task.
+    UserError if the run could not begin with this task and these stored rollouts.
     """
     sources = [config.task, *config.task.mixture]
     remote = [data for source in sources for data in (source.train, source.eval) if data and is_on_hub(data)]
@@ -151,7 +152,8 @@ def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
         return None, [f"{', '.join(dict.fromkeys(remote))}: read when the run starts."]
     task, remarks = build_task(config.task, config.seed)
     with task.verifier:
-        return task.train(0, config.prompts_per_step)[0], remarks
+        first = task.train(0, config.prompts_per_step)
+    return first[0], [*remarks, *stored_remarks(config, [*first, *task.listed])]
 
 
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool, shape: Shape, trained: int) -> AgentPlan:

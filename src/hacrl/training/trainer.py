@@ -21,7 +21,7 @@ from hacrl.tasks import Task
 from hacrl.tasks.problem import digest
 from hacrl.training import checkpoint
 from hacrl.training.accounting import ACCOUNTED, Accounts
-from hacrl.training.collect import Collector
+from hacrl.training.collect import Collector, nothing_verified
 from hacrl.training.health import Health
 from hacrl.training.heldout import HeldOut
 from hacrl.training.lessons import lesson_for
@@ -117,13 +117,14 @@ class Trainer:
 
         valid = [[rollout for rollout in own if rollout.reward is not None] for own in rollouts]
         measured = [True] * len(self.ids) + [source.is_measured for source in self.sources]
-        self.tracker.update([self._performance(own) if m else None for own, m in zip(valid, measured, strict=True)])
+        performances = [self._performance(*pair) for pair in zip(self.names, valid, strict=True)]
+        self.tracker.update([p if m else None for p, m in zip(performances, measured, strict=True)])
         capabilities = self.tracker.capabilities()
         omega_KK = self.algorithm.omega(capabilities)
 
         agents = slice(len(self.ids))
         if not any(valid[agents]):
-            raise UserError(self._nothing_verified(rollouts[agents]))
+            raise UserError(nothing_verified(rollouts[agents], self.run.path / "rollouts"))
         scores = self._score(valid[agents], capabilities[agents])
         made = [lesson_for(k, self.step, self.config, problems, valid, omega_KK, scores) for k in range(len(self.ids))]
         lessons = [lesson for lesson, _ in made]
@@ -145,12 +146,12 @@ class Trainer:
             self.run.write_step("trace", self.step, trace_lines(self.names, lessons, results))
         return metrics
 
-    def _performance(self, rollouts: Sequence[Rollout]) -> float | None:
+    def _performance(self, name: str, rollouts: Sequence[Rollout]) -> float | None:
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
         try:
             return self.algorithm.performance(rewards) if len(rewards) else None
         except ValueError as error:
-            raise UserError(f"task.reward: {error}.") from None
+            raise UserError(f"The rewards of {name}: {error}.") from None
 
     def _score(self, rollouts: list[list[Rollout]], capabilities: list[float | None]) -> Scores | None:
         """Let other agents score each learner's rollouts, if the algorithm asks for it."""
@@ -178,14 +179,6 @@ class Trainer:
             learned = self.executor.learn(lessons)
         self.accounts.note_waiting(start, learned)
         return learned
-
-    def _nothing_verified(self, rollouts: Sequence[Sequence[Rollout]]) -> str:
-        details = [r.verdict["detail"] for own in rollouts for r in own if r.verdict.get("detail")]
-        first = f" The first problem: {details[0]}." if details else ""
-        return (
-            f"The verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is "
-            f"nothing to learn from.{first} Check task.reward on one of the lines of {self.run.path / 'rollouts'}."
-        )
 
     # --- files -------------------------------------------------------------------------------------
 

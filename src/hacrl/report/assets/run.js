@@ -80,8 +80,8 @@ function renderResult(parent, run) {
 function renderSources(place, run) {
   const given = run.sources.slice(run.agents.length);
   if (!given.length) return;
-  const head = ["source", "rollouts", "mean reward", "prompts asked", "with an answer in store", "without log-probs", "requests", "failed", "late", "prompt tokens", "answer tokens", "latency"];
-  const rows = given.map((source, j) => [agentName(source.id, run.agents.length + j), count(source.rollouts), fixed(source.reward), count(source.prompts), known(source.joined) ? percent(source.joined) : NONE, count(source.without_logps), count(source.requests), count(source.failed), count(source.late), count(source.prompt_tokens), count(source.answer_tokens), known(source.latency) ? duration(source.latency) : NONE]);
+  const head = ["source", "rollouts", "mean reward", "prompts asked", "with an answer in store", "without log-probs", "requests", "failed", "late", "not sent", "prompt tokens", "answer tokens", "latency"];
+  const rows = given.map((source, j) => [agentName(source.id, run.agents.length + j), count(source.rollouts), fixed(source.reward), count(source.prompts), known(source.joined) ? percent(source.joined) : NONE, count(source.without_logps), count(source.requests), count(source.failed), count(source.late), count(source.not_sent), count(source.prompt_tokens), count(source.answer_tokens), known(source.latency) ? duration(source.latency) : NONE]);
   place.append(table(head, rows, { caption: "Sources that are no agents" }));
 }
 
