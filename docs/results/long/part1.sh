@@ -33,7 +33,7 @@ warm_options=() overlap_options=() gspo_options=() scale=1
 if [ -n "${SMOKE:-}" ]; then
     mkdir -p runs/long-smoke && ln -sfn ../../docs runs/long-smoke/docs && cd runs/long-smoke
     scale=0.004 agents="late cut qwen3"
-    warm_options=(max_steps=3 save_every=1 batch_size=4 eval_every=0 eval_size=2 task.eval_size=4 dtype=float32
+    warm_options=(max_steps=3 save_every=1 batch_size=4 eval_every=0 eval_size=1 task.eval_size=2 dtype=float32
         max_completion_length=250)
     few=(settings.prompts_per_step=4 settings.rollouts_per_update=16 settings.task.eval_size=4 settings.dtype=float32
         settings.max_completion_length=64)
