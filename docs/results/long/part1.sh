@@ -32,6 +32,7 @@ if [ "${1:-}" = pack ]; then pack; exit; fi
 warm_options=() overlap_options=() gspo_options=() scale=1
 if [ -n "${SMOKE:-}" ]; then
     mkdir -p runs/long-smoke && ln -sfn ../../docs runs/long-smoke/docs && cd runs/long-smoke
+    export OMP_NUM_THREADS=1 # several processes on few cores
     scale=0.004 agents="late cut qwen3"
     warm_options=(max_steps=3 save_every=1 batch_size=4 eval_every=0 eval_size=1 task.eval_size=2 dtype=float32
         max_completion_length=250)
