@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from prompts import KINDS, alternating_rewards
+from prompts import KINDS, alternating_rewards, prompts_of_cycle
 from rich.console import Console
 from rich.table import Table
 
@@ -28,8 +28,10 @@ ROOT = Path(__file__).parent.parent
 ZOO = ROOT / "src" / "hacrl" / "agents" / "zoo" / "models"
 
 
-def forced_agent(model: str, *, prompts: int, generations: int, tokens: int, updates: int = 1, **changes: Any) -> Agent:
-    """An agent whose completions all have exactly `tokens` tokens: it knows no end-of-turn token."""
+def forced_agent(
+    model: str, *, prompts: int, generations: int, tokens: int, updates: int = 1, forced: bool = True, **changes: Any
+) -> Agent:
+    """An agent whose completions all have exactly `tokens` tokens, if `forced`: it knows no end-of-turn token."""
     settings = {
         "algorithm": {"name": "gspo"},
         "agents": [{"id": "agent", "model": model}],
@@ -46,7 +48,8 @@ def forced_agent(model: str, *, prompts: int, generations: int, tokens: int, upd
     config = RunConfig.from_dict({**settings, **changes})
     keep_freed_memory()
     agent = Agent(config.agents[0], 0, config.algorithm, seed=0)
-    agent.source.engine.stop_ids = [-1]  # type: ignore[attr-defined]
+    if forced:
+        agent.source.engine.stop_ids = [-1]  # type: ignore[attr-defined]
     return agent
 
 
@@ -55,9 +58,10 @@ def prompt_kind(model: str) -> str:
     return "arithmetic" if model.startswith("zoo:") else "words"
 
 
-def problems_for(agent: Agent, count: int) -> list[Problem]:
-    kind = prompt_kind(agent.config.model)
-    return [Problem(id=str(i), prompt=prompt, answer="") for i, prompt in enumerate(KINDS[kind](count))]
+def problems_for(agent: Agent, count: int, prompts: Sequence[str] | None = None, cycle: int = 0) -> list[Problem]:
+    """Problems of one cycle: those of the list, or the first of the kind that the model knows."""
+    own = KINDS[prompt_kind(agent.config.model)](count) if prompts is None else prompts_of_cycle(prompts, cycle, count)
+    return [Problem(id=str(i), prompt=prompt, answer="") for i, prompt in enumerate(own)]
 
 
 def gspo_cycle(agent: Agent, problems: list[Problem], cycle: int, updates: int) -> dict[str, float]:
@@ -69,7 +73,8 @@ def gspo_cycle(agent: Agent, problems: list[Problem], cycle: int, updates: int) 
         rollout.reward = reward
     agent.learn(lesson_of(agent, problems, rollouts, cycle, updates))
     end = time.perf_counter()
-    return {"total": end - start, "sampling": sampled - start, "training": end - sampled}
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    return {"total": end - start, "sampling": sampled - start, "training": end - sampled, "tokens": tokens}
 
 
 def lesson_of(agent: Agent, problems: list[Problem], rollouts: list[Rollout], step: int, updates: int) -> Lesson:
@@ -112,13 +117,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def run_side(command: Sequence[str]) -> dict[str, Any]:
-    """Run one side of a comparison in a process of its own; its last line is a JSON object."""
+def run_side(command: Sequence[Any], answers: bool = True) -> dict[str, Any]:
+    """Run one side of a comparison in a process of its own; its last line is a JSON object if it `answers`."""
     print("$", " ".join(str(part) for part in command), flush=True)
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}\nThe command above failed.")
-    answer: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    answer: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1]) if answers else {}
     return answer
 
 

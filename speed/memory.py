@@ -5,9 +5,10 @@
     python speed/memory.py tiny tiny --prompts 4 --mean 12 --most 32         # on a CPU
 
 For each algorithm it trains a few steps and prints, for each agent, the bytes a parameter of its resident state while
-it learns (weights, float32 weights, moments, gradients, starting model) and while others work; and what torch had
-allocated, at that moment and at most, beside the estimate of `hacrl train --dry-run`. The rate of learning counts 6
-operations a parameter for each token with a gradient, and 2 for each that is only scored; prompts are not counted.
+it learns (weights, float32 weights, moments, gradients, starting model) and while others work; what torch had
+allocated, at that moment and at most, beside the estimate of `hacrl train --dry-run`; and seconds of a step, with the
+estimate for answers of full length in brackets. The rate of learning counts 6 operations a parameter for each token
+with a gradient, and 2 for each that is only scored; prompts are not counted.
 """
 
 import argparse
@@ -23,22 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from process import add_process_options, restart_with_environment
+from shapes import SHAPES, make_model, random_prompts
 
-QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1_000, "tie_word_embeddings": True},
-    "qwen3-0.6b": {**QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "tie_word_embeddings": True},
-    "qwen3-1.7b": {**QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "tie_word_embeddings": True},
-    "qwen3-4b": {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "tie_word_embeddings": True},
-    "qwen3-8b": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
-"""Shapes as in the published config.json of Qwen3: memory and speed do not depend on the weights."""
-COLUMNS = ["", "B/param", "idle", "estimate", "error", "beside GiB", "peak GiB", "a pass", "seconds", "Tflop/s"]
+COLUMNS = ["", "B/param", "idle", "estimate", "error", "beside GiB", "peak GiB", "a pass", "sample", "learn", "Tflop/s"]
 AVERAGED = ("tokens_trained", "tokens_forward", "time/learn", "time/sample", "time/tokens_per_second")
 """Metrics of which the mean is taken, over steps after the first that end without imitation."""
 MATRIX_RATE = 790e12
@@ -49,25 +37,6 @@ import random
 def reward(prompts, completions, **columns):
     return [float(random.Random(completion).random() < 0.5) for completion in completions]
 """
-
-
-def make_model(folder: Path, shape: dict[str, Any], mean: int, device: str) -> None:
-    """Write a model with random weights and a word-level tokenizer, of whose tokens one in `mean` ends an answer."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-
-    V = shape["vocab_size"]
-    words = {"<unknown>": 0, "<end>": 1, **{f"w{i}": i for i in range(2, V)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = list(range(1, 1 + max(round(V / mean), 1)))
-    model.generation_config.pad_token_id = 1
-    model.save_pretrained(folder)
 
 
 def tensors_of(agent: Any) -> list[Any]:
@@ -163,6 +132,7 @@ def measure(config: Any) -> dict[str, Any]:
             "planned": sum(plan.memory[name] for name in kept) * 2**30 / P, "beside": meter.beside / 2**30,
             "peak": peak, "rate": operations / own["time/learn"], "learn_seconds": own["time/learn"],
             "sample_seconds": own["time/sample"], "tokens_per_second": own["time/tokens_per_second"],
+            "planned_seconds": {"sampling": plan.sampling, "learning": plan.learning},
             "pass_tokens": meter.agent.learner.batch_tokens,
             "checkpointing": meter.agent.opened.policy.backbone.checkpointing,
         })  # fmt: skip
@@ -184,10 +154,14 @@ def rows_of(result: dict[str, Any]) -> list[list[str]]:
         error = agent["learning"] / agent["planned"] - 1
         peak = "" if agent["peak"] is None else f"{agent['peak']:.1f}"
         share = f"{agent['rate'] / 1e12:.3g} ({agent['rate'] / MATRIX_RATE:.0%})"
+        seconds = [
+            f"{agent[f'{did}_seconds']:.1f} ({agent['planned_seconds'][plan]:.1f})"
+            for did, plan in (("sample", "sampling"), ("learn", "learning"))
+        ]
         passes = f"{agent['pass_tokens']:,}{' again' if agent['checkpointing'] else ''}"
         rows.append([
             agent["id"], f"{agent['learning']:.2f}", f"{agent['idle']:.2f}", f"{agent['planned']:.2f}", f"{error:+.1%}",
-            f"{agent['beside']:.2f}", peak, passes, f"{agent['learn_seconds']:.1f}", share,
+            f"{agent['beside']:.2f}", peak, passes, *seconds, share,
         ])  # fmt: skip
     return rows
 
@@ -205,7 +179,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--mean", type=int, default=720, help="mean length of answers")
+    parser.add_argument("--mean", type=float, default=720, help="mean length of answers")
     parser.add_argument("--most", type=int, default=4096, help="largest length of answers")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the run")
@@ -227,11 +201,10 @@ def main() -> None:
     try:
         for name in dict.fromkeys(options.shapes):
             make_model(folder / name, SHAPES[name], options.mean, device)
-        vocabulary = min(SHAPES[name]["vocab_size"] for name in options.shapes)
-        stops = max(max(round(SHAPES[name]["vocab_size"] / options.mean), 1) for name in options.shapes)
-        count, random = options.prompts * options.steps, torch.Generator().manual_seed(0)
-        ids = torch.randint(stops + 1, vocabulary, (count, options.prompt_tokens), generator=random)
-        prompts = [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
+        smallest = min((SHAPES[name] for name in options.shapes), key=lambda shape: shape["vocab_size"])
+        count = options.prompts * options.steps
+        ids = random_prompts(smallest, options.mean, count, options.prompt_tokens)
+        prompts = [" ".join(f"w{i}" for i in row) for row in ids]
         data = "".join(json.dumps({"prompt": prompt, "answer": "none"}) + "\n" for prompt in prompts)
         (folder / "train.jsonl").write_text(data, encoding="utf-8")
         (folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -252,7 +225,7 @@ def main() -> None:
             }
             config = RunConfig.from_dict(apply_overrides(settings, options.set))
             results[algorithm] = result = measure(config)
-            size = f"{options.prompts} x {options.generations} answers, mean {options.mean}, at most {options.most}"
+            size = f"{options.prompts} x {options.generations} answers, mean {options.mean:g}, at most {options.most}"
             print_table(f"{algorithm}, {size}, {config.agents[0].dtype}; {machine()}", COLUMNS, rows_of(result))
             print(peak_of(result))
     finally:

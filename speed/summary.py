@@ -26,12 +26,11 @@ def cycle(result: dict[str, Any]) -> list[list[str]]:
 
 
 def sampling(result: dict[str, Any]) -> list[list[str]]:
-    rates = result["rates"]
-    wanted = {"vLLM, CPU build, float32": ">= 1"}
+    rates, ours = result["rates"], result["ours"]
+    wanted, what = {"vllm": ">= 1"}, f"sampling, {Path(result['model']).name}, {result['size']}"
     return [
-        [f"sampling, {result['size']}", f"{rates['ours']:,.0f}/s", f"{name} {rate:,.0f}/s",
-         f"{rates['ours'] / rate:.2f}", wanted.get(name, "")]
-        for name, rate in rates.items() if name != "ours" and not name.startswith("floor")
+        [what, f"{rates[ours]:,.0f}/s", f"{name} {rate:,.0f}/s", f"{rates[ours] / rate:.2f}", wanted.get(name, "")]
+        for name, rate in rates.items() if name not in (ours, "floor")
     ]  # fmt: skip
 
 

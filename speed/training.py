@@ -7,6 +7,7 @@ python speed/training.py MODEL_DIR --rows 8         # on a CPU, float32
 import argparse
 import json
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from process import add_process_options, restart_with_environment
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="smollm2 (its shape, random weights) or the folder of a model")
+    parser.add_argument("model", help="a shape with random weights, as smollm2, or the folder of a model")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=192, help="tokens of a sequence, all but the first predicted")
     parser.add_argument("--repeats", type=int, default=5)
@@ -28,7 +29,9 @@ def main() -> None:
 
     import torch
     from harness import machine, print_table, timed
-    from sampling import MATRIX_RATE, load
+    from sampling import MATRIX_RATE
+    from shapes import SHAPES, make_model
+    from transformers import AutoModelForCausalLM
 
     from hacrl.decoder import Backbone
     from hacrl.decoder.plain import completion_logprobs
@@ -39,7 +42,12 @@ def main() -> None:
     on_cuda = torch.cuda.is_available()
     torch.set_num_threads(options.threads)
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    model = load(options.model, "cuda" if on_cuda else "cpu", torch.float32)
+    folder = options.model
+    with tempfile.TemporaryDirectory() as name:
+        device = "cuda" if on_cuda else "cpu"
+        if options.model in SHAPES:
+            make_model(folder := Path(name), SHAPES[options.model], 1e9, device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     backbone = Backbone(model)
     backbone.checkpointing = options.checkpointing
     cast_parameters(model, dtype)

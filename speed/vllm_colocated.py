@@ -23,19 +23,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it would compile kernels
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from shapes import SHAPES, make_model
 
 from hacrl.config import RunConfig
 from hacrl.rollouts.vllm import VLLM
 from hacrl.run import train
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 512, "head_dim": 32},
-    "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072},
-    "qwen3-1.7b": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
-}
-HEADS = {"tiny": (4, 2), "qwen3-0.6b": (16, 8), "qwen3-1.7b": (16, 8)}
 AGENTS = ("first", "second")
 REWARD = """
 def every_second(completions, **columns):
@@ -78,7 +71,7 @@ def run(options: argparse.Namespace, rank: int, folder: Path) -> None:
         f"\n{options.shape}, {f'LoRA of rank {rank}' if rank else 'all weights'}, vLLM {version()}, {device}",
         flush=True,
     )
-    write_model(folder / "model", options)
+    make_model(folder / "model", SHAPES[options.shape], options.mean, "cuda" if on_gpu else "cpu")
     rows = [json.dumps({"prompt": f"w{n} w{7 * n}", "answer": "-"}) + "\n" for n in range(1, 101)]
     (folder / "train.jsonl").write_text("".join(rows), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -150,26 +143,6 @@ def watch(free: list[tuple[str, float]]) -> None:
 def note(free: list[tuple[str, float]], what: str) -> None:
     if torch.cuda.is_available():
         free.append((what, torch.cuda.mem_get_info()[0] / 2**30))
-
-
-def write_model(folder: Path, options: argparse.Namespace) -> None:
-    """Write a model with random weights, and a tokenizer whose words are w0, w1, ..."""
-    heads, key_heads = HEADS[options.shape]
-    config = Qwen3Config(
-        **{"vocab_size": 151_936, "head_dim": 128, **SHAPES[options.shape]},
-        num_attention_heads=heads, num_key_value_heads=key_heads, tie_word_embeddings=True,
-        max_position_embeddings=options.tokens + 64,
-    )  # fmt: skip
-    words, ends = config.vocab_size, max(round(config.vocab_size / options.mean), 1)
-    stop_ids = list(range(words - ends, words))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=stop_ids)
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(words)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{stop_ids[0]}", unk_token="w0")
-    fast.save_pretrained(folder)
 
 
 if __name__ == "__main__":

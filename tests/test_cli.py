@@ -852,7 +852,7 @@ def test_eval_of_what_is_no_model(hacrl: Run, options: list[str]) -> None:
         "cold": "cold is a warm-up. Give one of its models: cold/checkpoint-STEP/agents/ID",
         "warm": "warm is a warm-up. Give one of its models: warm/checkpoint-10/agents/ID",
         "warm/checkpoint-10": "Give one of its models: warm/checkpoint-10/agents/ID",
-        "new": "new is a study. Give one of its runs, for example new/runs/PAIR/ALGORITHM/seed-N",
+        "new": "new is a study. Give one of its runs, for example new/runs/TEAM/ALGORITHM/seed-N",
         "study": "study is a study. Give one of its runs, for example study/runs/demo/gspo/seed-3",
         "tiny.yaml": "tiny.yaml is a file. Give the folder of a run, or a model",
         "runs/nope": "There is no folder runs/nope. Give the folder of a run or of a model",

@@ -86,6 +86,11 @@ def test_a_file_of_trl_is_translated_and_trains(
         ([], "Name the models and the data"),
         (["zoo:llama-weak"], "Name the models and the data"),
         (["--from-trl", "nothing.yaml"], "There is no file nothing.yaml"),
+        (["zoo:llama-weak", "--data", "trian.jsonl"], "There is no data set trian.jsonl"),
+        (
+            ["zoo:llama-wek", "--data", "train.jsonl"],
+            "the zoo has no model 'llama-wek'; did you mean llama-weak?",
+        ),
         (["zoo:llama-weak", "--data", "arithmetic", "--reward", "exact"], "has its own verifier"),
         (["--from-trl", "grpo.yaml", "--data", "arithmetic", "--reward", "exact"], "has its own verifier"),
         (["zoo:llama-weak", "--data", "arithmetic", "--output", "no/a.yaml"], "The folder no does not exist"),

@@ -23,12 +23,20 @@ from screen import Screen, in_a_terminal
 from tiny_gguf import File
 
 COMMAND = """
+import time
 import hacrl.signs as signs
+
+class Long(list):
+    def remove(self, activity):
+        time.sleep(0.2)
+        super().remove(activity)
+
+signs._activities = Long()
 signs.LOG_SECONDS, signs.SHOW_AFTER, signs.REFRESH_SECONDS = 0.0, 0.0, 0.002
 from hacrl.cli import main
 main()
 """
-"""The command, which does not wait long before it says what it does."""
+"""The command. It does not wait long before it says what it does, and what it does lasts long enough to be seen."""
 REWARD = """
 import os, time
 

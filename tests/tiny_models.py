@@ -61,6 +61,17 @@ def tiny(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes
     return model
 
 
+def limit_memory(model: nn.Module, rows: int) -> None:
+    """Make passes of more rows than that run out of memory."""
+
+    def refuse(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if len(named["input_ids"]) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    body: Any = model.base_model
+    body.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
 def compute_in_full(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers rounds to float32 in norms and in some attention, in a float64 model too: not here."""
     monkeypatch.setattr(nn.functional, "softmax", lambda x, dim, dtype=None: x.softmax(dim))

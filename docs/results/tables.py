@@ -37,13 +37,18 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def accuracies(study: dict[str, Any], intervals: bool) -> str:
+    """A column for each team; with intervals, for each agent."""
     cells = {(row["team"], row["agent"], row["variant"]): row for row in study["agents"]}
     places = list(dict.fromkeys((row["team"], row["agent"]) for row in study["agents"]))
-    rows = [["start", *(start(study, *place) for place in places)]]
+    columns = [[place] for place in places]
+    if not intervals:
+        columns = [[place for place in places if place[0] == team] for team in dict.fromkeys(dict(places))]
+    rows = [["start", *(", ".join(start(study, *place) for place in column) for column in columns)]]
     for variant in study["variants"]:
-        found = [cells.get((*place, variant)) for place in places]
-        rows.append([f"`{variant}`", *("" if row is None else accuracy(row, intervals) for row in found)])
-    return table(["accuracy", *(f"{team}: {agent}" for team, agent in places)], rows)
+        found = [[cells[*place, variant] for place in column if (*place, variant) in cells] for column in columns]
+        rows.append([f"`{variant}`", *(", ".join(accuracy(row, intervals) for row in column) for column in found)])
+    heads = [f"{column[0][0]}: {', '.join(agent for _, agent in column)}" for column in columns]
+    return table(["accuracy", *heads], rows)
 
 
 def start(study: dict[str, Any], team: str, agent: str) -> str:

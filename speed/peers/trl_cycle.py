@@ -1,5 +1,7 @@
 """How long TRL takes for a cycle: sample completions, score them, make the optimizer updates. TRL is set to GSPO.
 
+On a GPU it computes in bfloat16 on float32 weights, as ours does; `--colocate 0.3` samples with vLLM beside it.
+
     make .venv-trl/.installed
     python speed/prompts.py arithmetic 256 arithmetic.json
     .venv-trl/bin/python speed/peers/trl_cycle.py src/hacrl/agents/zoo/models/llama-plus \\
@@ -9,9 +11,10 @@ The last line of the output is a JSON object with the seconds of every measured 
 one generation to the start of the next. `sampling` is TRL's `_generate` (tokenize, generate, decode), `old_logps` the
 forward pass over the finished completions, `training` everything from the scored batch to the end of the last update;
 what is left of `total` is rewards, advantages and the fetching of batches. `others_cpu` is the CPU time that other
-processes took meanwhile: a cycle with much of it says nothing. Every completion has exactly `--tokens` tokens, and each
-update takes an equal share of the completions, once. Not faster on a CPU: smaller micro-batches, a static cache,
-transformers' continuous batching, and torch.compile, which compiles again whenever the longest prompt changes.
+processes took meanwhile: a cycle with much of it says nothing. Every completion has exactly `--tokens` tokens, or with
+`--mean` ends with an end-of-turn token, and each update takes an equal share of the completions, once. Not faster on a
+CPU: smaller micro-batches, a static cache, transformers' continuous batching, and torch.compile, which compiles again
+whenever the longest prompt changes.
 """
 
 import argparse
@@ -37,6 +40,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--mean", type=float, help="lengths are not forced; the model was made for this mean")
+    parser.add_argument("--colocate", type=float, metavar="SHARE", help="sample with vLLM, in this share of the GPU")
     parser.add_argument("--updates", type=int, default=2, help="optimizer updates for each generated batch")
     parser.add_argument("--cycles", type=int, default=5, help="measured cycles")
     parser.add_argument("--warmup", type=int, default=1, help="cycles before those, not reported")
@@ -55,7 +60,8 @@ class EnoughError(Exception):
 
 def main() -> None:
     options = parse()
-    restart_with_environment(options.malloc, options.threads)
+    restart_with_environment(options.malloc, options.threads, VLLM_USE_FLASHINFER_SAMPLER="0")
+    begun = time.perf_counter()
 
     import torch
     import trl
@@ -83,7 +89,7 @@ def main() -> None:
 
     def reward(prompts: list[Any], key: list[int], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         lengths = {len(ids) for ids in completion_ids}
-        assert lengths == {options.tokens}, f"completions have {lengths} tokens, not {options.tokens}"
+        assert options.mean or lengths == {options.tokens}, f"completions have {lengths} tokens, not {options.tokens}"
         assert len(prompts) == rollouts, f"{len(prompts)} completions in a batch, not {rollouts}"
         clock.tokens.append(sum(map(len, completion_ids)))
         return alternating_rewards([rows[i] for i in key], solved)
@@ -130,8 +136,16 @@ def main() -> None:
             clock.scored.append(time.perf_counter())
             return output
 
-    clock = Clock()
+    clock, on_gpu = Clock(), torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    longest = max(len(render(tokenizer, prompt)) for prompt in prompts) + options.tokens
+    generation = {"min_tokens" if options.colocate else "min_new_tokens": options.tokens}
+    if options.mean:  # vLLM reads the end-of-turn tokens from the model's folder
+        generation = {} if options.colocate else {"eos_token_id": model.generation_config.eos_token_id}
+    vllm: dict[str, Any] = {}
+    if options.colocate:
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.colocate}
+        vllm |= {"vllm_max_model_length": longest}
     with tempfile.TemporaryDirectory() as folder:
         arguments = trl.GRPOConfig(
             output_dir=folder,
@@ -145,8 +159,9 @@ def main() -> None:
             num_generations=options.generations,
             max_completion_length=options.tokens,
             temperature=1.0,
-            generation_kwargs={"min_new_tokens": options.tokens},
-            cache_implementation=options.cache,
+            generation_kwargs=generation,
+            cache_implementation=None if options.colocate else options.cache,
+            **vllm,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=accumulation,
             steps_per_generation=options.updates * accumulation,
@@ -159,10 +174,10 @@ def main() -> None:
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
-            # float32 on a CPU, with nothing that costs time: the first two are on by default.
-            bf16=False,
+            # float32 on a CPU, with nothing that costs time: checkpointing is on by default.
+            bf16=on_gpu,
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=not on_gpu,
             dataloader_pin_memory=False,
             logging_strategy="no",
             save_strategy="no",
@@ -184,7 +199,7 @@ def main() -> None:
 
     assert clock.updates == [options.updates] * cycles, f"updates in each cycle: {clock.updates}"
     assert trainer.state.global_step == options.updates * cycles
-    assert clock.tokens == [rollouts * options.tokens] * cycles, f"tokens in each cycle: {clock.tokens}"
+    assert options.mean or clock.tokens == [rollouts * options.tokens] * cycles, f"tokens in each cycle: {clock.tokens}"
     assert next(model.parameters()).dtype == torch.float32
     last = prompts_of_cycle(prompts, cycles - 1, options.prompts)
     expected = [len(render(tokenizer, prompt)) for prompt in last for _ in range(options.generations)]
@@ -197,6 +212,7 @@ def main() -> None:
             "old_logps": clock.old_logps[i],
             "training": clock.trained[i] - clock.scored[i],
             "others_cpu": clock.others[i + 1] - clock.others[i],
+            "tokens": clock.tokens[i],
         }
         for i in range(options.warmup, cycles)
     ]
@@ -206,8 +222,8 @@ def main() -> None:
         "cycles": [{name: round(seconds, 4) for name, seconds in cycle.items()} for cycle in measured],
         "median": {name: round(statistics.median(cycle[name] for cycle in measured), 4) for name in measured[0]},
         "warmup_cycles": options.warmup,
-        "peak_rss_gib": peak_rss_gib(),
-        "tokens_sampled": rollouts * options.tokens,
+        "startup_seconds": clock.start[0] - begun,
+        "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else peak_rss_gib(),
         "prompt_tokens": round(statistics.mean(expected), 1),
         "settings": {
             "model": Path(options.model).name,
@@ -221,7 +237,9 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "solved_share": options.solved_share,
             "seed": options.seed,
-            "dtype": "float32",
+            "dtype": "bfloat16 on float32 weights" if on_gpu else "float32",
+            "vllm": vllm,
+            "mean": options.mean,
             "attention": model.config._attn_implementation,
             "optimizer": str(arguments.optim),
             "torch": torch.__version__,

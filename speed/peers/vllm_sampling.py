@@ -1,17 +1,18 @@
-"""How fast vLLM's CPU build samples.
+"""How fast vLLM samples, on a CPU or a GPU.
 
     make .venv-vllm/.installed
     python speed/prompts.py words 40 words.json
     .venv-vllm/bin/python speed/peers/vllm_sampling.py MODEL_DIR --prompts-file words.json --prompts 4 --tokens 48
 
 The last line of the output is a JSON object with the tokens/s of every repeat. Every completion has exactly `--tokens`
-tokens and comes with the log-probability of each sampled token, as training needs it. The engine runs inside this
-process. A repeat takes the next prompts of the file and a seed of its own; prompts seen before are found in the prefix
-cache, where it is on.
+tokens, or with `--mean` ends with one of the model's end-of-turn tokens, and comes with the log-probability of each
+sampled token, as training needs it. The engine runs inside this process. A repeat takes the next prompts of the file
+and a seed of its own; prompts seen before are found in the prefix cache, where it is on.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -32,10 +33,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=5, help="measured repeats")
     parser.add_argument("--warmup", type=int, default=1, help="repeats before those, not reported")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--mean", type=float, help="lengths are not forced; the model was made for this mean")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--eager", action="store_true", help="no torch.compile: starts sooner")
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--kv-cache-gib", type=int, default=2)
+    parser.add_argument("--cache-gib", type=float, help="memory of the cache; default: 2 on a CPU, vLLM's on a GPU")
+    parser.add_argument("--option", nargs="*", default=[], metavar="KEY=JSON", help="passed to vllm.LLM")
     parser.add_argument("--no-amx", action="store_true", help="for virtual machines that report AMX but cannot run it")
     parser.add_argument("--seed", type=int, default=0)
     add_process_options(parser)
@@ -46,10 +49,11 @@ def main() -> None:
     options = parse()
     extra = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that its memory and CPU time are the engine's
-        "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(options.cache_gib or 2)),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would compile kernels
     }
     iomp = Path(sys.prefix) / "lib" / "libiomp5.so"  # comes with vLLM, whose manual asks for it to be preloaded
     if iomp.is_file():
@@ -63,22 +67,28 @@ def main() -> None:
 
     if options.no_amx:
         torch.cpu._is_amx_tile_supported = lambda: False
+    from transformers import GenerationConfig
+
     import vllm
 
     prompts = read_prompts(options.prompts_file)
     rollouts = options.prompts * options.generations
-    engine = vllm.LLM(
-        model=options.model,
-        dtype=options.dtype,
-        seed=options.seed,
-        max_num_seqs=rollouts,
-        enforce_eager=options.eager,
-        enable_prefix_caching=not options.no_prefix_caching,
-        generation_config="vllm",  # nothing of the model's own sampling defaults
-        disable_log_stats=True,
-    )
+    on_gpu = torch.cuda.is_available()
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    cache = {"kv_cache_memory_bytes": int(options.cache_gib * 2**30)} if on_gpu and options.cache_gib else {}
+    given = {name: json.loads(value) for name, _, value in (option.partition("=") for option in options.option)}
+    settings = {
+        "dtype": dtype,
+        "seed": options.seed,
+        "max_num_seqs": rollouts,
+        "enforce_eager": options.eager,
+        "enable_prefix_caching": not options.no_prefix_caching,
+        "generation_config": "vllm",  # nothing of the model's own sampling defaults
+        "disable_log_stats": True,
+    }
+    engine = vllm.LLM(model=options.model, **settings, **cache, **given)
     tokenizer = engine.get_tokenizer()
-    startup = time.perf_counter() - start
+    ends = GenerationConfig.from_pretrained(options.model).eos_token_id if options.mean else []
 
     repeats, lengths = [], []
     for repeat in range(options.warmup + options.repeats):
@@ -87,25 +97,30 @@ def main() -> None:
             n=options.generations,
             temperature=1.0,
             max_tokens=options.tokens,
-            ignore_eos=True,
+            ignore_eos=True,  # the stop tokens include it
+            stop_token_ids=ends,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
         torch.manual_seed(options.seed + repeat)
-        begin, others = time.perf_counter(), cpu_seconds()[1]
+        begin, before = time.perf_counter(), cpu_seconds()
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in ids], sampling, use_tqdm=False)
-        seconds, others = time.perf_counter() - begin, cpu_seconds()[1] - others
+        seconds = time.perf_counter() - begin
+        own, others = (now - was for now, was in zip(cpu_seconds(), before, strict=True))
         completions = [completion for output in outputs for completion in output.outputs]
         assert len(completions) == rollouts
-        assert all(len(completion.token_ids) == options.tokens for completion in completions)
-        assert all(len(completion.logprobs) == options.tokens for completion in completions)
+        sampled = [len(completion.token_ids) for completion in completions]
+        assert sampled == [len(completion.logprobs) for completion in completions]
+        assert options.mean or set(sampled) == {options.tokens}
         assert len({tuple(completion.token_ids) for completion in completions}) > rollouts // 2, "copies"
+        if repeat == 0:
+            first = time.perf_counter() - start
         if repeat >= options.warmup:
-            repeats.append(
-                {"seconds": round(seconds, 4), "tokens_per_second": round(rollouts * options.tokens / seconds, 1)}
-            )
-            repeats[-1]["others_cpu"] = round(others, 2)
+            rate = round(sum(sampled) / seconds, 1)
+            repeats.append({"seconds": round(seconds, 4), "tokens": sum(sampled), "tokens_per_second": rate})
+            repeats[-1] |= {"longest": max(sampled), "cpu": round(own, 2), "others_cpu": round(others, 2)}
             lengths += map(len, ids)
+    startup = first - statistics.median(repeat["seconds"] for repeat in repeats)
 
     result = {
         "peer": "vllm",
@@ -114,18 +129,19 @@ def main() -> None:
         "median": {name: round(statistics.median(repeat[name] for repeat in repeats), 4) for name in repeats[0]},
         "warmup_repeats": options.warmup,
         "startup_seconds": round(startup, 1),
-        "peak_rss_gib": peak_rss_gib(),
-        "tokens_sampled": rollouts * options.tokens,
+        "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else peak_rss_gib(),
         "prompt_tokens": round(statistics.mean(lengths), 1),
         "settings": {
             "model": Path(options.model).name,
             "prompts": options.prompts,
             "generations": options.generations,
             "tokens": options.tokens,
-            "dtype": options.dtype,
+            "mean": options.mean,
+            "options": given,
+            "dtype": dtype,
             "compiled": not options.eager,
             "prefix_caching": not options.no_prefix_caching,
-            "kv_cache_gib": options.kv_cache_gib,
+            "cache_gib": options.cache_gib,
             "amx": not options.no_amx,
             "libiomp": iomp.is_file(),
             "malloc": options.malloc,

@@ -52,6 +52,12 @@ def train(
     given = {name: value for name, value in task.items() if value is not None}
     if agents is not None:
         settings["agents"] = agents
+    if not isinstance(resume, bool):
+        raise UserError(
+            f"resume: expected True or False, not {resume!r}; name the folder first, hacrl.train(FOLDER, ...)."
+        )
+    if not isinstance(console, Console | None):
+        raise UserError(f"console: expected a rich.console.Console, not {type(console).__name__}.")
     console, whole = console or Terminal(), config_of(config, given, settings, resume)
     result = run.train(whole, resume=resume, console=console, title=title)
     print_summary(console, result.run_dir, result.summary, already_finished=result.already_finished)

@@ -1,7 +1,7 @@
 """Child processes that answer their parent: the ranks of an agent, and the process that forks the runs of a study.
 
-Each has a session of its own, so that Ctrl-C in a terminal reaches the parent alone, and ends with its parent, for
-whatever reason that ends. Reward functions may do anything, so their processes have a keeper: see tasks/keeper.py.
+Each has a session of its own, so that Ctrl-C in a terminal reaches only the parent. It ends when its parent ends, for
+whatever reason. Reward functions may do anything, so their processes have a keeper: see tasks/keeper.py.
 """
 
 import os
@@ -38,7 +38,7 @@ class Child(subprocess.Popen[bytes]):
             return hear(self.connection)
         except (EOFError, ConnectionError):
             how = how_it_ended(self.wait())
-            raise UserError(f"The child process {self.pid} {how}. What it was for is lost; try again.") from None
+            raise UserError(f"The child process {self.pid} {how}. Its work is lost; try again.") from None
 
     def end(self) -> None:
         """Kill the process. Those that it forked end too, if they called `end_with_parent`."""
@@ -50,12 +50,12 @@ class Child(subprocess.Popen[bytes]):
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its parent is gone: then standard input, a pipe from the parent, is at its end."""
+    """End this process as soon as its parent is gone, which closes standard input, a pipe from the parent."""
 
     def follow() -> None:
         while os.read(0, 1):
             pass
-        os._exit(1)  # at once: files of a run are whole at any moment
+        os._exit(1)  # without cleaning up: files of a run are whole at any moment
 
     threading.Thread(target=follow, daemon=True).start()
 

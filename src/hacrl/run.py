@@ -51,7 +51,7 @@ class AgentResult:
     id: str
     run_dir: Path
     summary: dict[str, Any]
-    """What the agent has reached, and what that has cost: its part of the run's summary."""
+    """The agent's part of the run's summary: accuracies and costs."""
 
     @property
     def model_dir(self) -> Path:
@@ -174,8 +174,7 @@ def _train(config: RunConfig, resume: bool, console: Console, title: str | None)
         if agent.engine == "vllm" and config.execution == "local":
             check_vllm(agent)
     task, remarks = build_task(config.task, config.seed)
-    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
-    remarks += [sentence for sentence in told if sentence]
+    remarks += config.remarks()
     first = task.train(0, config.prompts_per_step)
     with (
         prepared(config, [*first, *task.listed]) as (sources, notes),

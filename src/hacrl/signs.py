@@ -1,4 +1,4 @@
-"""Signs of life: what this process does just now, shown while it takes long.
+"""Signs of life: shows what this process is doing while it takes long.
 
 Whatever may take longer than a few seconds says so with `doing`, wherever it is. A `Display` shows it: in a terminal
 below everything that is printed, elsewhere as a line whenever nothing has been printed for a while.
@@ -33,13 +33,13 @@ class Activity:
     total: int | None = None
     done: int = 0
     note: str = ""
-    """What is said of it besides, for example how fast it is."""
+    """A remark, for example how fast it is."""
     before: int = 0
     """How much was done before it began."""
     began: float = field(default_factory=time.monotonic)
 
     def begin(self, what: str, done: int = 0) -> None:
-        """Begin anew, with so much done already."""
+        """Begin something else, `done` of which is done already."""
         self.what, self.done, self.before, self.began = what, done, done, time.monotonic()
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Activity:
 _activities: list[Activity] = []
 """What goes on in this process, outermost first."""
 _displays: list["Display"] = []
-"""The last one shows it."""
+"""All displays; the last one shows what goes on."""
 _counting = Lock()
 
 
@@ -94,8 +94,8 @@ def going_on() -> str:
     return " › ".join(str(activity) for activity in list(_activities))
 
 
-class Table(Protocol):
-    """What is drawn anew at every look, as rich's `Live` is."""
+class Drawing(Protocol):
+    """Something that is drawn again at every look, such as rich's `Live`."""
 
     transient: bool
     """Whether it is gone after `stop`."""
@@ -114,7 +114,7 @@ class Display:
         lines: Callable[[int], list[Text]] | None = None,
         line: Callable[[], str] = going_on,
         tick: Callable[[], None] = lambda: None,
-        table: Callable[[], Table] | None = None,
+        table: Callable[[], Drawing] | None = None,
     ) -> None:
         """`lines` are shown in a terminal of that width, `line` elsewhere; `tick` is called at every look.
 
@@ -123,7 +123,7 @@ class Display:
         self.console, self._lines, self._line, self._tick = console, lines or _lines, line, tick
         self._stays = lines is not None
         self._table = table or self._rich_table if table or console.is_interactive else None
-        self._live: Table | None = None
+        self._live: Drawing | None = None
         self._shown: list[Text] = []
         self._lock, self._ended, self._closed = RLock(), Event(), False
         self._said = time.monotonic()
@@ -152,7 +152,7 @@ class Display:
         return self._table is not None
 
     def say(self, text: str) -> None:
-        """Print a line, after which the next sign of life has time."""
+        """Print a line; the next sign of life waits `LOG_SECONDS` from then."""
         self.check_output()
         self._said = time.monotonic()
         say(self.console, text)
@@ -189,7 +189,7 @@ class Display:
             elif time.monotonic() - self._said >= LOG_SECONDS and (line := self._line()):
                 self.say(line)
 
-    def _draw(self, table: Callable[[], Table], lines: list[Text]) -> None:
+    def _draw(self, table: Callable[[], Drawing], lines: list[Text]) -> None:
         if not lines:
             self.hide()
         elif lines != self._shown:
@@ -199,7 +199,7 @@ class Display:
                 self._live.start()
             self._live.refresh()
 
-    def _rich_table(self) -> Table:
+    def _rich_table(self) -> Drawing:
         return Live(console=self.console, auto_refresh=False, get_renderable=self._renderable)
 
     def _renderable(self) -> Text:
@@ -207,6 +207,6 @@ class Display:
 
 
 def _lines(width: int) -> list[Text]:
-    """What is shown in a terminal of anything that has taken long enough."""
+    """What a terminal shows: what goes on, once it has taken `SHOW_AFTER` seconds."""
     lasts = any(time.monotonic() - activity.began >= SHOW_AFTER for activity in list(_activities))
     return [Text(going_on(), style="dim")] if lasts else []

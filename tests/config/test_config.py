@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["task.reward.0.wieght", "set to 2", "did you mean weight?"],
     ),
     # Wrong types and values: the place and the value.
-    ({"num_generations": "many"}, ["num_generations", "integer", "'many'"]),
+    ({"num_generations": "many"}, ["num_generations: expected a whole number (got 'many')"]),
     ({"num_generations": 2.5}, ["num_generations", "2.5"]),
-    ({"num_generations": 0}, ["num_generations", "greater than or equal to 1", "got 0"]),
+    ({"num_generations": 0}, ["num_generations: must be at least 1 (got 0)"]),
     ({"seed": True}, ["seed is a number, not true"]),
     ({"seed": -1}, ["seed", "got -1"]),
     ({"seed": 2**64}, ["seed", str(2**64)]),
@@ -144,9 +145,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"dtype": "float8"}, ["dtype", "bfloat16", "'float8'"]),
     ({"device": "gpu"}, ["device", "'gpu'", "cuda"]),
     ({"stop": "\n"}, ["stop", "list"]),
-    ({"stop": [""]}, ["stop.0", "at least 1 character"]),
-    ({"trace": "perhaps"}, ["trace", "boolean", "'perhaps'"]),
-    ({"output_dir": 3}, ["output_dir", "string", "got 3"]),
+    ({"stop": [""]}, ["stop.0: needs 1 or more characters (got '')"]),
+    ({"stop": "END"}, ["stop: expected a list (got 'END')"]),
+    ({"trace": "perhaps"}, ["trace: expected true or false (got 'perhaps')"]),
+    ({"output_dir": 3}, ["output_dir: expected a text (got 3)"]),
     ({"algorithm": "gspo"}, ["algorithm", "section with a name", "'gspo'"]),
     ({"algorithm": {"alpha": 1}}, ["algorithm: hacpo_robust has no option 'alpha' (set to 1)"]),
     ({"algorithm": {"name": None}}, ["algorithm: name: unknown algorithm None", "hacpo"]),
@@ -164,7 +166,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"algorithm": {"name": "hacpo", "capability": {"ratio_min": 2}}}, ["capability", "ratio_min <= 1", "2"]),
     ({"algorithm": {"name": "grpo", "epsilon": -0.2}}, ["epsilon", "-0.2"]),
     ({"algorithm": {"name": "gspo", "beta": -1}}, ["beta", "-1"]),
-    ({"agents": []}, ["agents", "at least 1"]),
+    ({"agents": []}, ["agents: needs 1 or more entries (got [])"]),
     ({"agents": {"a": "zoo:llama-weak"}}, ["agents", "list"]),
     ({"agents": ["zoo:llama-weak"]}, ["agents.0", "'zoo:llama-weak'"]),
     ({"agents": ["smol", "smol"]}, ["agents.0: expected {id: NAME, model: MODEL}, not 'smol'"]),
@@ -199,8 +201,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"task": "gym:chain_sum"}, ["task: expected a section, not 'gym:chain_sum'", "write task.name=gym:chain_sum"]),
     ({"task": "mine.jsonl"}, ["task: expected a section, not 'mine.jsonl'", "write task.train=mine.jsonl"]),
     ({"task": {"name": "aritmetic"}}, ["task.name", "'arithmetic'", "'aritmetic'"]),
-    ({"task": {**FILE_TASK, "reward": 3}}, ["task.reward", "exact, math, module:function", "3"]),
-    ({"task": {**FILE_TASK, "reward": [3]}}, ["task.reward.0", "3"]),
+    ({"task": {**FILE_TASK, "reward": 3}}, ["task.reward: expected exact, math, module:function", "not 3"]),
+    ({"task": {**FILE_TASK, "reward": ["exact", 3]}}, ["task.reward: entry 1: expected exact, math", "not 3"]),
     ({"task": {**FILE_TASK, "reward": ["exact", "soft_overlong"]}}, ["task.reward.1", "needs max_completion_length"]),
     (
         {"task": {**FILE_TASK, "reward": ["exact", {**OVERLONG, "soft_punish_cache": 65}]}},
@@ -213,7 +215,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"task": {**FILE_TASK, "reward": [OVERLONG]}}, ["task", "penalty beside a reward"]),
     # Combinations that make no sense.
     ({"agents": [PAIR[0], PAIR[0]]}, ["every id must be unique", "a, a"]),
-    ({"task": {"eval_size": 3}}, ["task", "either name", "or train"]),
+    ({"task": {"eval_size": 3}}, ["task: train is missing", "or give name"]),
     ({"task": {**FILE_TASK, "name": "arithmetic"}}, ["task", "either name", "not both"]),
     ({"task": {"train": "train.jsonl"}}, ["task", "reward is missing"]),
     ({"task": {**FILE_TASK, "reward": []}}, ["task", "reward is missing"]),
@@ -222,6 +224,18 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"task": {"name": "arithmetic", "min_operators": 4}}, ["task", "min_operators is larger than max_operators"]),
     ({"task": {"name": "arithmetic", "eval_split": "train"}}, ["task", "eval_split", "validation"]),
     ({"task": FILE_TASK, "keep_best": True}, ["keep_best", "task.eval"]),
+    ({"max_steps": 1.5}, ["max_steps: expected a whole number (got 1.5)"]),
+    ({"learning_rate": None}, ["learning_rate: expected a number (got None)"]),
+    ({"temperature": math.inf}, ["temperature: expected a finite number (got inf)"]),
+    ({"temperature": 0}, ["temperature: must be greater than 0 (got 0)"]),
+    ({"adam_beta1": 1}, ["adam_beta1: must be less than 1 (got 1)"]),
+    ({"overlap": 2}, ["overlap: must be at most 1 (got 2)"]),
+    ({"dtype": "bf16"}, ["dtype: expected 'float32' or 'bfloat16' (got 'bf16')"]),
+    ({"device": "gpu"}, ["device: expected auto, cpu, cuda or cuda:NUMBER (got 'gpu')"]),
+    ({"agents": [{**PAIR[0], "id": "a b"}]}, ["id: expected letters, digits, '.', '_' and '-', first a letter or"]),
+    ({"lora": True}, ["lora: expected a section with keys (r, alpha, target_modules) (got True)"]),
+    ({"vllm": 0.4}, ["vllm: expected a section of keys and values (got 0.4)"]),
+    ({"reward": "math"}, ["unknown key 'reward' (set to 'math'); it belongs to the section task: task.reward"]),
 ]
 
 
@@ -238,7 +252,7 @@ def test_every_mistake_is_told_and_a_shared_one_once() -> None:
     message = refusal({"temperature": -1, "sead": 3, "agents": [PAIR[0], {**PAIR[1], "top_k": -2}]})
     assert message.count("temperature") == 1
     assert "sead: unknown key 'sead' (set to 3); did you mean seed?" in message
-    assert "agents.1.top_k: Input should be greater than or equal to 0 (got -2)" in message
+    assert "agents.1.top_k: must be at least 0 (got -2)" in message
     assert len(message.splitlines()) == 3
 
 
@@ -267,6 +281,12 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, fragments: list[str
         assert fragment in str(caught.value)
 
 
+def test_what_is_no_source() -> None:
+    for source in (None, 3, ["zoo:llama-weak"]):
+        with pytest.raises(UserError, match="Expected a preset, a YAML file or a dict of settings, not "):
+            RunConfig.load(source)  # type: ignore[arg-type]
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xff\xfe\x00seed")
@@ -285,6 +305,35 @@ def test_the_folder_of_a_run_is_to_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0\n", encoding="utf-8")
     with pytest.raises(UserError, match="--resume"):
         RunConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "said"),
+    [
+        (
+            ["math", "my.py:short"],
+            {},
+            "Answers that are wrong for math may be imitated: other rewards alone reach 1, from",
+        ),
+        ([{"name": "my.py:form", "weight": 2}, {"name": "math", "weight": 10}], {}, "wrong for math may be imitated"),
+        (
+            [{"name": "math", "weight": 0.5}],
+            {},
+            "The weights of the rewards add up to 0.5, and an answer is right from 1",
+        ),
+        (["math", {"name": "my.py:short", "weight": 0.2}], {}, None),
+        ([{"name": f"my.py:{name}", "weight": w} for name, w in (("a", 0.7), ("b", 0.2), ("c", 0.1))], {}, None),
+        (["math", "my.py:short"], {"min_reward": 2.0}, None),
+        (["math", "my.py:short"], {"when": "never"}, None),
+        ("math", {}, None),
+    ],
+)
+def test_rewards_that_do_not_go_with_imitation(reward: Any, options: dict[str, Any], said: str | None) -> None:
+    changes = {"task": {**FILE_TASK, "reward": reward}, "algorithm": {"name": "hacpo_robust", "imitation": options}}
+    remarks = RunConfig.from_dict({**BASE, **changes}).remarks()
+    doubts = [remark for remark in remarks if "imitation.min_reward" in remark]
+    assert len(doubts) == (said is not None)
+    assert said is None or said in doubts[0]
 
 
 # --- schedules and groups ------------------------------------------------------------------------------------------

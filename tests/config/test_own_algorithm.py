@@ -140,9 +140,9 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
         ({"name": "broken.py:Mine"}, "({folder}/broken.py:3)"),
         ({"name": "leaves.py:Mine"}, "leaves.py:Mine cannot be loaded: SystemExit: 3 ({folder}/leaves.py:3)"),
         ({"name": "my.py:Mine", "scael": 2}, "my.py:Mine has no option 'scael' (set to 2); did you mean scale?"),
-        ({"name": "my.py:Mine", "scale": "big"}, "scale: Input should be a valid number"),
+        ({"name": "my.py:Mine", "scale": "big"}, "scale: expected a number"),
         ({"name": "my.py:Mine", "scale": True}, "my.py:Mine: scale is a number, not true"),
-        ({"name": "my.py:Mine", "sides": "two"}, "sides: Input should be 'both' or 'one' (got 'two')"),
+        ({"name": "my.py:Mine", "sides": "two"}, "sides: expected 'both' or 'one' (got 'two')"),
         ({"name": "my.py:Mine", "scale": -1}, "scale must lie between 0 and 1,000,000,000, but is -1"),
     ],
 )

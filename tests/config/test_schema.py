@@ -100,6 +100,6 @@ def test_every_key_has_a_description_and_a_line_on_the_page() -> None:
     assert [key for key, text in described() if not text] == ["Algorithm.name"]
     listed = {key.name.split(".")[-1] for table in tables() for key in table.keys}
     # Sections whose keys are listed one by one.
-    apart = {"resources", "ray", "capability", "imitation"}
+    apart = {"resources", "ray", "capability", "imitation", "budget"}
     assert {key.split(".")[1] for key, _ in described()} - listed - apart == set()
     assert all(len(key.text) > 4 for table in tables() for key in table.keys)

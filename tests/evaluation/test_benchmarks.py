@@ -25,7 +25,7 @@ from hacrl.config import AgentConfig
 from hacrl.errors import UserError
 from hacrl.evaluation import answers
 from hacrl.evaluation.answers import Answerer
-from hacrl.evaluation.benchmarks import EvaluationDir, evaluate_benchmarks, read_lines, weights_of
+from hacrl.evaluation.benchmarks import EvaluationDir, completions_in, evaluate_benchmarks, weights_of
 from hacrl.evaluation.figures import majority
 from hacrl.evaluation.options import Options
 from hacrl.run import train
@@ -66,7 +66,7 @@ def evaluate(data: Path, output: Path, target: str = MODEL, **changes: Any) -> d
 
 def test_greedy_answers(data: Path, tmp_path: Path) -> None:
     results = evaluate(data, tmp_path / "out")
-    lines = read_lines(tmp_path / "out" / "gsm8k.jsonl")
+    lines = completions_in(tmp_path / "out" / "gsm8k.jsonl")
     assert sorted(line["prompt"] for line in lines) == sorted(PROBLEMS)
     for line in lines:
         right = line["text"].rpartition("#")[2] == str(PROBLEMS[line["prompt"]])
@@ -85,7 +85,7 @@ def test_several_completions(data: Path, tmp_path: Path) -> None:
     results = evaluate(data, tmp_path / "out", benchmarks=["gsm8k", "aime25"], k=8, batch_size=5)
     agent = results["agents"]["model"]
     for name, count in {"gsm8k": 6, "aime25": 3}.items():
-        lines = read_lines(tmp_path / "out" / f"{name}.jsonl")
+        lines = completions_in(tmp_path / "out" / f"{name}.jsonl")
         groups = [lines[start : start + 8] for start in range(0, len(lines), 8)]
         assert [[line["index"] for line in group] for group in groups] == [list(range(8))] * count
         assert len({line["text"] for line in lines}) > count
@@ -114,14 +114,14 @@ def test_several_completions(data: Path, tmp_path: Path) -> None:
 def test_beside_several_completions_there_is_the_greedy_answer(data: Path, tmp_path: Path) -> None:
     alone = evaluate(data, tmp_path / "alone")
     beside = evaluate(data, tmp_path / "beside", k=2)
-    lines = read_lines(tmp_path / "beside" / "gsm8k-greedy.jsonl")
-    assert lines == read_lines(tmp_path / "alone" / "gsm8k.jsonl")
+    lines = completions_in(tmp_path / "beside" / "gsm8k-greedy.jsonl")
+    assert lines == completions_in(tmp_path / "alone" / "gsm8k.jsonl")
     rows = [results["agents"]["model"]["benchmarks"]["gsm8k"] for results in (alone, beside)]
     assert rows[0]["figures"]["avg@1"] == rows[1]["figures"]["avg@1"]
     assert [row["completions"] for row in rows] == [6, 18]
     (tmp_path / "beside" / "gsm8k-greedy.jsonl").unlink()
     assert evaluate(data, tmp_path / "beside", k=2) == beside
-    assert read_lines(tmp_path / "beside" / "gsm8k-greedy.jsonl") == lines
+    assert completions_in(tmp_path / "beside" / "gsm8k-greedy.jsonl") == lines
 
 
 def test_the_usual_number_of_completions_is_that_of_the_paper(data: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_other_seeds_give_other_completions(data: Path, tmp_path: Path) -> None:
     texts = []
     for name, seed in {"a": 0, "b": 0, "c": 1}.items():
         evaluate(data, tmp_path / name, k=4, seed=seed)
-        texts.append([line["text"] for line in read_lines(tmp_path / name / "gsm8k.jsonl")])
+        texts.append([line["text"] for line in completions_in(tmp_path / name / "gsm8k.jsonl")])
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -147,7 +147,7 @@ def test_the_agents_of_a_run(data: Path, make_config: MakeConfig) -> None:
     assert {path.name for path in folder.iterdir()} == {".lock", "eval.json", "agent0", "agent1"}
     for agent in ("agent0", "agent1"):
         assert results["agents"][agent]["model"] == str(run / "checkpoint-1" / "agents" / agent)
-        assert len(read_lines(folder / agent / "gsm8k.jsonl")) == 6
+        assert len(completions_in(folder / agent / "gsm8k.jsonl")) == 6
         settings = results["agents"][agent]["benchmarks"]["gsm8k"]["settings"]
         assert (settings["system_prompt"], settings["max_completion_length"]) == (None, 40)
     with pytest.raises(UserError, match="no checkpoint of step 9"):
@@ -186,19 +186,19 @@ def test_kill_9_and_the_same_command_again(data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run(command(data, whole), env=environment, check=True, capture_output=True)
     process = subprocess.Popen(command(data, killed), env=environment, stdout=subprocess.DEVNULL)
-    while len(read_lines(killed / "gsm8k.jsonl")) < 4:
+    while len(completions_in(killed / "gsm8k.jsonl")) < 4:
         assert process.poll() is None, "the evaluation ended before it could be killed"
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    before = read_lines(killed / "gsm8k.jsonl")
+    before = completions_in(killed / "gsm8k.jsonl")
     assert len(before) < 36
     with (killed / "gsm8k.jsonl").open("a") as file:
         file.write('{"prompt_id": "gsm8k-00')
 
     done = subprocess.run(command(data, killed), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    after = read_lines(killed / "gsm8k.jsonl")
+    after = completions_in(killed / "gsm8k.jsonl")
     assert {(line["prompt_id"], line["index"]) for line in before} <= {(x["prompt_id"], x["index"]) for x in after}
     for name in ("gsm8k.jsonl", "gsm8k-greedy.jsonl", "eval.json"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
@@ -297,14 +297,14 @@ def test_a_problem_that_does_not_fit_is_wrong_and_shortens_no_other_answer(
     row = results["agents"]["model"]["benchmarks"]["gsm8k"]
     assert "1 prompts do not fit into zoo:llama-plus (256 positions): counted as wrong" in caplog.text
     assert "1 prompts leave less than 40 tokens" in caplog.text
-    lines = {line["prompt"]: line for line in read_lines(tmp_path / "out" / "gsm8k.jsonl")}
+    lines = {line["prompt"]: line for line in completions_in(tmp_path / "out" / "gsm8k.jsonl")}
     short, longest, long = (lines[question] for question in sums)
     assert (longest["reward"], longest["num_tokens"], longest["finish_reason"]) == (0.0, 0, "no_room")
     assert (row["no_room"], row["cut_off"]) == (1, sum(line["finish_reason"] == "length" for line in lines.values()))
     assert long["num_tokens"] <= 256 - 243
     assert (short["finish_reason"], row["completions"], row["figures"]["avg@1"]["problems"]) == ("stop", 3, 3)
     evaluate(write_gsm8k(tmp_path, {"3+4+5=": 12}), tmp_path / "alone")
-    assert read_lines(tmp_path / "alone" / "gsm8k.jsonl")[0]["text"] == short["text"]
+    assert completions_in(tmp_path / "alone" / "gsm8k.jsonl")[0]["text"] == short["text"]
 
 
 def test_problems_that_are_no_text(data: Path, tmp_path: Path) -> None:

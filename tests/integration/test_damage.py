@@ -46,7 +46,7 @@ DAMAGES = (flip_a_bit, cut, empty, remove)
 
 def config(folder: Path) -> RunConfig:
     agents = [{"id": "a", "model": "zoo:llama-weak"}, {"id": "b", "model": "zoo:llama-weak"}]
-    sizes = {"prompts_per_step": 2, "num_generations": 2, "max_prompt_length": 32, "max_completion_length": 8}
+    sizes = {"prompts_per_step": 2, "num_generations": 3, "max_prompt_length": 32, "max_completion_length": 8}
     times = {"max_steps": 2, "save_every": 1, "learning_rate": 1e-4, "fast": FAST}
     task = {"name": "arithmetic", "eval_size": 4}
     algorithm = {"name": "hacpo_robust", "imitation": {"when": "never"}}  # these few answers are all wrong
@@ -275,7 +275,7 @@ def test_metrics_are_read_up_to_the_checkpoint_that_a_run_goes_on_from(run: Path
 # --- a full disk ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "save_every"), [(10, 1), (2_200, 0), (3_500, 0), (30_000, 1), (300_000, 1)], ids=str)
+@pytest.mark.parametrize(("limit", "save_every"), [(10, 1), (2_800, 0), (3_700, 0), (30_000, 1), (300_000, 1)], ids=str)
 def test_wherever_the_disk_is_full_a_run_goes_on_or_starts_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path, hacrl: Run, limit: int, save_every: int
 ) -> None:

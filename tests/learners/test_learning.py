@@ -39,7 +39,7 @@ from hacrl.learners.weights import MasterWeights
 from hacrl.rollouts.retokenize import Dropped
 from hacrl.rollouts.rollout import Rollout
 from hacrl.tasks.arithmetic import ArithmeticTask
-from hacrl.training.metrics import learning_metrics, pair_metrics
+from hacrl.training.metrics import exchange_metrics, learning_metrics
 from tiny_models import compute_in_full, distance, logprobs_one_by_one
 
 MODELS = ["llama-plus", "neox-pair", "qwen3-bpe"]
@@ -433,12 +433,12 @@ def test_a_trace_does_not_change_the_metrics(
     for trace in (True, False):
         result = learn(exact(make_agent(algorithm, trace=trace)), lesson)[1]
         metrics = learning_metrics(result, lesson, 0)
-        metrics |= {f"other/{name}": value for name, value in pair_metrics(result, lesson, 2)[1].items()}
+        metrics |= exchange_metrics(0, ("own", "other"), lesson, result, torch.ones(2, 2))
         apart = ("tokens_trained", "tokens_forward", "logprob_gap", "kl")
         collected.append({name: value for name, value in metrics.items() if not name.startswith(apart)})
     assert collected[0].keys() == collected[1].keys()
     assert collected[0] == pytest.approx(collected[1], rel=1e-8, abs=1e-10)
-    assert {"grad_norm", "grad_norm_own", "grad_norm_foreign", "entropy", "gradient_mass", "other/ess"} <= {
+    assert {"grad_norm", "grad_norm_own", "grad_norm_foreign", "entropy", "gradient_mass", "from_other/ess"} <= {
         *collected[0]
     }
 

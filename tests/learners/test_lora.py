@@ -422,18 +422,21 @@ def test_the_plan_knows_adapters_and_offloading(make_config: MakeConfig) -> None
     assert first.adapters == second.adapters == adapter < base
     assert first.memory["weights"] == pytest.approx(4 * (base + adapter) / gib)
     assert second.memory["weights"] == pytest.approx(4 * adapter / gib)
-    # Gradients, the own part of them, two moments.
-    assert first.memory["optimizer"] == pytest.approx(16 * adapter / gib)
+    # Two moments; gradients; copies of their own and their foreign part.
+    assert first.memory["optimizer"] == pytest.approx(8 * adapter / gib)
+    assert first.memory["gradients"] == pytest.approx(4 * adapter / gib)
+    assert first.memory["parts"] == pytest.approx(8 * adapter / gib)
     assert first.host_memory == 0
 
     whole = plan(run_config(make_config, lora=None, dtype="bfloat16", optimizer_offload=True))[0]
     assert whole.adapters == 0
-    # The model, what it started from, and gradients, in two bytes each.
-    assert whole.memory["weights"] == pytest.approx(6 * base / gib)
-    assert whole.memory["optimizer"] == 0
-    assert whole.host_memory == pytest.approx(20 * base / gib)
+    # The model and what it started from, in two bytes each. Gradients go to the computer's memory at once.
+    assert whole.memory["weights"] == pytest.approx(4 * base / gib)
+    assert [whole.memory[name] for name in ("optimizer", "gradients", "parts")] == [0, 0, 0]
+    assert whole.host_memory == pytest.approx(16 * base / gib)
 
     sharded = plan(run_config(make_config, lora=None, fsdp=2))[0]
     # Half of both models, and the whole one to sample from.
     assert sharded.memory["weights"] == pytest.approx((4 + 4) * base / gib)
-    assert sharded.memory["optimizer"] == pytest.approx(8 * base / gib)
+    resident = sum(sharded.memory[name] for name in ("optimizer", "gradients", "parts"))
+    assert resident == pytest.approx((4 + 2 + 4) * base / gib)

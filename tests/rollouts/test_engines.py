@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -17,14 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from hacrl.agents.loading import ZOO, zoo_names
 from hacrl.decoder import Backbone
 from hacrl.decoder.plain import completion_logprobs
-from hacrl.errors import TrainingDiverged
+from hacrl.errors import TrainingDiverged, UserError
 from hacrl.rollouts import native
 from hacrl.rollouts.engine import Engine, SamplingParams
-from hacrl.rollouts.engines import GenerateEngine
+from hacrl.rollouts.engines import CUDA_ENGINE, GenerateEngine, cuda_engine
 from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.rollout import Completion
+from hacrl.signs import doing
 from hacrl.tasks.arithmetic import ArithmeticTask
-from tiny_models import ARCHITECTURES, EOS, PAD, tiny
+from tiny_models import ARCHITECTURES, EOS, PAD, limit_memory, tiny
 
 STOP_IDS = [EOS, *range(50, 60)]
 # Many lengths, one prompt three times, one of a single token.
@@ -157,6 +159,37 @@ def test_what_is_sampled_does_not_depend_on_the_batch(make: MakeEngine) -> None:
         assert tokens(engine.sample(PROMPTS, params, seed=5)) == whole
         assert tokens(engine.sample(PROMPTS[:4], params, seed=5)) == whole[:4]
     assert tokens(engine.sample(PROMPTS, params, seed=6)) != whole
+
+
+@each_engine
+def test_out_of_memory_makes_batches_smaller_and_changes_nothing_else(
+    make: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Down to a part of a prompt's completions, and not below one."""
+    params = SamplingParams(3, 8, temperature=1.0)
+    expected = tokens(make(tiny("llama"), None, STOP_IDS).sample(PROMPTS, params, seed=4))
+    model = tiny("llama")
+    engine = make(model, None, STOP_IDS, 16)
+    limit_memory(model, rows=2)
+    with doing("sampling") as watched:
+        assert tokens(engine.sample(PROMPTS, params, seed=4)) == expected
+    assert watched.done == 3 * len(PROMPTS)
+    said = [record.getMessage() for record in caplog.records]
+    assert [re.findall(r"\d+", message) for message in said] == [["8"], ["4"], ["2"]]
+    assert tokens(engine.sample(PROMPTS, params, seed=4)) == expected
+    assert len(caplog.records) == 3
+    limit_memory(model, rows=0)
+    with pytest.raises(torch.OutOfMemoryError, match="a single completion does not fit into memory: CUDA"):
+        engine.sample(PROMPTS, params, seed=4)
+
+
+def test_the_engine_on_cuda_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_engine().__name__ == "GraphedEngine"
+    monkeypatch.setenv(CUDA_ENGINE, "paged")
+    assert cuda_engine().__name__ == "PagedEngine"
+    monkeypatch.setenv(CUDA_ENGINE, "pages")
+    with pytest.raises(UserError, match="HACRL_CUDA_ENGINE=pages: unknown engine; choose graphed or paged"):
+        cuda_engine()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 2.0])

@@ -13,7 +13,8 @@ from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.paged import PagedEngine
 from hacrl.rollouts.rollout import Completion
-from tiny_models import EOS, byte_tokenizer, tiny
+from hacrl.signs import doing
+from tiny_models import EOS, byte_tokenizer, limit_memory, tiny
 
 # NumPy multiplies what the kernels mask.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -120,10 +121,25 @@ def test_one_row_that_does_not_fit_ends_in_a_sentence(make_engine: Make) -> None
     engine.sample([[5]], SamplingParams(1, 1, 0.0), seed=0)
     assert engine.cache is not None
     engine.cache.most_bytes = 2 * engine.cache.block_bytes
-    with pytest.raises(torch.OutOfMemoryError, match="there is no memory for more"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Sampling: the cache of .* there is no memory for more"):
         engine.sample([[5]], SamplingParams(1, 11, 1.0), seed=2)
     with pytest.raises(torch.OutOfMemoryError, match="a prompt of 13 tokens does not fit"):
         engine.sample([[5] * 13], SamplingParams(1, 5, 1.0), seed=2)
+
+
+def test_out_of_memory_in_a_pass_makes_batches_smaller(make_engine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """And the cache leaves more memory to others."""
+    params, prompts = SamplingParams(2, 3, temperature=1.0), [[5, 6, 7], [9, 10]]
+    expected = make_engine(tiny("llama"), [EOS]).sample(prompts, params, seed=2)
+    engine = make_engine(model := tiny("llama"), [EOS])
+    limit_memory(model, rows=2)
+    before = engine.margin
+    with doing("sampling") as watched:
+        assert_same(engine.sample(prompts, params, seed=2), expected)
+    assert (engine.batch_size, engine.margin, watched.done) == (2, 2 * before, 4)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "Sampling: out of memory while sampling"
+    ]
 
 
 def test_stop_strings_end_rows_where_they_stand(make_engine: Make) -> None:

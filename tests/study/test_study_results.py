@@ -11,7 +11,7 @@ from rich.console import Console
 from hacrl.config.study import StudyConfig
 from hacrl.errors import UserError
 from hacrl.study.grid import Study
-from hacrl.study.results import collect, comparison, print_plan, print_results, read_gpu_seconds, write_results
+from hacrl.study.results import collect, comparison, print_grid, print_results, read_gpu_seconds, write_results
 
 FINAL = {
     # Seed by seed: agents a and b.
@@ -285,7 +285,7 @@ def test_tokens_of_forward_passes_have_a_column_where_they_were_counted(study: S
 def test_the_plan_tells_rollouts_from_updates(tmp_path: Path) -> None:
     study = make(tmp_path, algorithms=["gspo", "gspo_x2"])
     console = Console(width=200, file=io.StringIO(), record=True)
-    print_plan(console, study, 2, 1)
+    print_grid(console, study, 2, 1)
     text = console.export_text()
     lines = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
     first, doubled = (next(line for line in lines if name in line) for name in ("gspo", "gspo_x2"))
@@ -298,7 +298,7 @@ def test_the_plan_tells_rollouts_from_updates(tmp_path: Path) -> None:
 def test_the_plan_marks_hacpo_for_three_agents_as_our_decision(tmp_path: Path) -> None:
     study = make(tmp_path, algorithms=["hacpo", "gspo"], base={}, teams=["team", "state"])
     console = Console(width=200, file=io.StringIO(), record=True)
-    print_plan(console, study, 2, 1)
+    print_grid(console, study, 2, 1)
     told = [line for line in console.export_text().splitlines() if "Decision:" in line]
     assert [line.partition(":")[0] for line in told] == ["team, hacpo"]
 

@@ -23,9 +23,9 @@ from hacrl.errors import UserError
 from hacrl.run import train
 from hacrl.study.grid import Study
 from hacrl.study.runner import (
-    Child,
     Places,
     Runner,
+    RunProcess,
     check_unchanged,
     choose_places,
     last_step,
@@ -247,7 +247,7 @@ def test_room_is_counted_by_gpu(tmp_path: Path) -> None:
     jobs = []
     while (job := runner.free_job()) is not None:
         jobs.append(job)
-        runner.children.append(Child(study.runs[0], 0, job, tmp_path, 0, 0.0, 0))
+        runner.children.append(RunProcess(study.runs[0], 0, job, tmp_path, 0, 0.0, 0))
     assert jobs == [0, 1, 3]
 
 
@@ -271,7 +271,7 @@ def test_the_time_left_counts_what_was_done_since_the_study_was_called(tmp_path:
     runner = Runner(study, Places(jobs=1, threads=1, gpus=[]), Console(file=io.StringIO()))
     continued = runner.waiting.pop(0)
     (tmp_path / "log").touch()
-    runner.children = [Child(continued, 0, 0, tmp_path / "log", 0, time.monotonic() - 10, first_step=4)]
+    runner.children = [RunProcess(continued, 0, 0, tmp_path / "log", 0, time.monotonic() - 10, first_step=4)]
     continued.folder.path.mkdir(parents=True)
     continued.folder.append_metrics({"step": 3})
     assert runner.last_steps() == {continued.name: 3}  # its newest checkpoint

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
@@ -185,6 +186,9 @@ def test_the_digest_is_that_of_the_rows() -> None:
     days = [{**ROWS[0], "day": datetime.date(2025, 1, day)} for day in (1, 2)]
     assert digest(days[0]) != digest(days[1])
     assert digest({**ROWS[0], "what": Counting()}) == digest({**ROWS[0], "what": Counting()})
+    long, other = np.zeros(5_000), np.zeros(5_000)
+    other[2_500] = 1  # where numpy prints three dots
+    assert digest({**ROWS[0], "what": long}) != digest({**ROWS[0], "what": other})
 
 
 def test_rewards_of_all_forms() -> None:
@@ -195,11 +199,12 @@ def test_rewards_of_all_forms() -> None:
     function = GivenReward(short)
     expected = [("math", 1.0), (function, 1.0), (function, 0.5), ("exact", 2.0), (function, 3.0)]
     assert [(reward.name, reward.weight) for reward in listed.reward] == expected
-    for one in (short, (short, 0.5)):
+    weighted = (short, 0.5), (short, np.float32(0.5)), {"name": short, "weight": 0.5}
+    for one, weight in ((short, 1.0), *((one, 0.5) for one in weighted)):
         (reward,) = TaskConfig(train=ROWS, reward=one).reward
-        assert reward.name == function
+        assert (reward.name, reward.weight) == (function, weight)
     assert listed.model_dump(mode="json")["reward"][1]["name"] == "given from Python: short"
-    with pytest.raises(UserError, match="names of their own, got short, short"):
+    with pytest.raises(UserError, match="Two reward functions are called short"):
         build_task(TaskConfig(train=ROWS, reward=[short, short]), 0)
 
 
@@ -211,12 +216,17 @@ def test_rewards_of_all_forms() -> None:
         ({"train": ["1+1="]}, "row 0 is a str, expected a dict with a prompt and an answer"),
         ({"train": [*ROWS, {1: 2}]}, "row 2 has a column whose name is not a text"),
         ({"train": Dataset.from_list(ROWS[:0])}, "there are no rows"),
-        ({"eval": {"train": ROWS}}, "not dict"),
         ({"eval": IterableDataset.from_generator(lambda: ROWS)}, r"give Dataset.from_list\(list\(data\)\)"),
-        ({"reward": 3}, "expected exact, math, module:function or a list of them, not 3"),
+        ({"train": {"prompt": ["1"]}}, r"a dict of columns is given as Dataset.from_dict\(data\)"),
+        ({"train": iter(ROWS)}, "or a list of dicts, not list_iterator"),
+        ({"train": (row for row in ROWS)}, r"rows of a generator are given as a list: list\(rows\)"),
+        ({"train": None}, "^train is missing: a file, a hub id or, from Python, rows; or give name: "),
+        ({"reward": []}, "reward is missing: exact, math, module:function or, from Python, a function"),
+        ({"reward": 3}, r"reward: expected exact, math, module:function, \{name, weight\} or, from Python, .*, not 3"),
         ({"reward": ("exact", "math")}, "a tuple is .reward, weight., and the weight a number; several .* a list"),
         ({"reward": [("exact", True)]}, "a tuple is .reward, weight."),
-        ({"reward": [3]}, "reward.0: Input should be a valid dictionary"),
+        ({"reward": [len, 0.5]}, "reward: entry 1: expected exact, .* not 0.5"),
+        ({"reward": {"name": "exact", "wieght": 0.5}}, "reward.0.wieght: unknown key 'wieght' .* mean weight"),
     ],
 )
 def test_what_is_no_task(changes: dict[str, Any], message: str) -> None:
@@ -232,6 +242,15 @@ def test_the_json_schema_of_a_task_knows_texts_only() -> None:
     assert schema["properties"]["train"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
     assert schema["$defs"]["RewardConfig"]["properties"]["name"]["type"] == "string"
     assert not [name for name in schema["$defs"] if name.startswith("Given")]
+
+
+def test_answers_may_be_numbers_of_numpy() -> None:
+    answers = [np.int64(12), np.float32(0.5), np.float64(3.0), np.str_("x")]
+    rows = [{"prompt": str(n), "answer": answer, "curve": np.arange(3)} for n, answer in enumerate(answers)]
+    task, _ = build_task(TaskConfig(train=rows, reward="exact"), 0)
+    assert sorted(problem.answer for problem in task.listed) == ["0.5", "12", "3", "x"]
+    with pytest.raises(UserError, match=r"task.train, row 0: the answer is a ndarray, expected text or a number"):
+        build_task(TaskConfig(train=[{"prompt": "?", "answer": np.arange(2)}], reward="exact"), 0)
 
 
 def test_rows_without_a_prompt() -> None:

@@ -7,7 +7,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
 
 from hacrl.errors import UserError
 from hacrl.tasks.verify import SoftOverlong, Verdict, Verifier, exact
@@ -375,9 +377,43 @@ def test_callables_with_a_mistake():
         score(verifier, "a")
     with Verifier([(raises, 1.0)]) as verifier, pytest.raises(UserError, match=r"no key \(.*test_verify.py:\d+\)"):
         score(verifier, "a")
-    for rewards in ([], [(half, 1.0), (half, 2.0)]):
-        with pytest.raises(UserError, match="names of their own"):
+    for rewards, said in (([], "at least one reward"), ([(half, 1.0), (half, 2.0)], r"Two .* are called half: give")):
+        with pytest.raises(UserError, match=said):
             Verifier(rewards)
+
+
+def test_weights_that_add_up_to_one_do_so():
+    def one(completions, **columns):
+        return [1.0] * len(completions)
+
+    def two(completions, **columns):
+        return [1.0] * len(completions)
+
+    with Verifier([(one, 0.7), (two, 0.2), (half, 0.2)]) as verifier:  # 0.7 + 0.2 + 0.1 is less than 1
+        assert [verdict.reward for verdict in verifier.score(["?"], ["a"], {})] == [1.0]
+
+
+def test_rewards_may_be_numbers_and_arrays_of_numpy_and_torch():
+    def array(completions, **columns):
+        return np.array([len(text) for text in completions])
+
+    def tensor(completions, **columns):
+        return torch.tensor([len(text) / 4 for text in completions])
+
+    def right(completions, answer, **columns):
+        return list(np.array(completions) == np.array(answer))
+
+    def elements(completions, **columns):
+        return [torch.tensor(0.5), None]
+
+    with Verifier([(array, 1.0), (tensor, 1.0), (right, 1.0), (elements, 1.0)]) as verifier:
+        verdicts = verifier.score(["?", "?"], ["a", "abc"], {"answer": ["b", "abc"]})
+    assert [list(verdict.parts.values()) for verdict in verdicts] == [[1.0, 0.25, 0.0, 0.5], [3.0, 0.75, 1.0, None]]
+    with (
+        Verifier([(lambda completions, **columns: [np.ones(2)], 1.0)]) as verifier,
+        pytest.raises(UserError, match="Reward function lambda raised ValueError"),
+    ):
+        verifier.score(["?"], ["a"], {})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux only")

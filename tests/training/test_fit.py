@@ -133,6 +133,7 @@ def test_vllm_takes_its_share(models: list[str]) -> None:
         ("h100", {"max_completion_length": 2048}, ["optimizer_offload=true"]),
         ("4090", {}, ["sampling_batch_size=64", "optimizer_offload=true"]),
         ("l40s", {"dtype": "float32", "lora": {"r": 16}}, ["sampling_batch_size=64"]),
+        ("l40s", {"max_completion_length": 2048}, ["sampling_batch_size=64", "optimizer_offload=true"]),  # not fsdp=8
         ("4090", {"dtype": "float32", "lora": {"r": 16}, "sampling_batch_size": 8}, ["agents.large.device=cuda:1"]),
     ],
 )

@@ -83,7 +83,8 @@ def test_one_agents_folder_is_sent_and_nothing_else(run: Path, hub: str) -> None
     folder = run / "checkpoint-1" / "agents" / "agent1"
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     told = [f"Uploaded {name} ({len(content):,} bytes)" for name, content in files.items()]
-    assert done.stdout.splitlines() == [*told, "See https://huggingface.co/org/name/commit/0"]
+    said = [line for line in done.stdout.splitlines() if not line.startswith(("starting, ", "uploading the model, "))]
+    assert said == [*told, "See https://huggingface.co/org/name/commit/0"]  # and signs of life, on a busy machine
     assert {authorization for _, authorization, body in Hub.requests if body} == {"Bearer hf_mine"}
     sent = {path: body for path, _, body in Hub.requests if body}
     assert len(sent) == 3
@@ -97,7 +98,8 @@ def test_one_agents_folder_is_sent_and_nothing_else(run: Path, hub: str) -> None
 def test_a_hub_that_cannot_be_reached(run: Path) -> None:
     for environment, said in (({"HF_ENDPOINT": CLOSED}, "ConnectError"), ({"HF_HUB_OFFLINE": "1"}, "offline mode")):
         done = push(run, "agent1", "--push-to-hub", "org/name", HF_TOKEN="hf_mine", **environment)
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert "Uploaded" not in done.stdout  # what goes on may stand there if it takes long
         assert "error agent1 could not be uploaded to org/name: " in done.stderr
         assert said in done.stderr
 

@@ -27,7 +27,7 @@ from hacrl.run import train
 from hacrl.tasks.arithmetic import ArithmeticTask, split_of, worked_answer
 from hacrl.training.checkpoint import complete_checkpoints
 from hacrl.training.run_dir import RunDir
-from hacrl.warmup.stage import Display, Warmup, given_config, saved_config, warm_up
+from hacrl.warmup.stage import Warmup, WarmupProgress, given_config, saved_config, warm_up
 from hacrl.warmup.start import keep_layers
 from tiny_models import ARCHITECTURES, tiny
 
@@ -177,7 +177,7 @@ def test_an_epoch_has_every_row_once_and_files_have_their_shares(tmp_path: Path)
     files = [{"file": str(tmp_path / "a.jsonl"), "weight": 2}, str(tmp_path / "b.jsonl")]
     config = make(tmp_path, data=files, batch_size=9, max_steps=3)
     Path(config.output_dir).mkdir()
-    stage = Warmup(config, RunDir(config.output_dir), Display(config, Console(quiet=True)))
+    stage = Warmup(config, RunDir(config.output_dir), WarmupProgress(config, Console(quiet=True)))
     rows = stage.pupils[0].rows
     epochs, position = [], 0
     for _ in range(3):

@@ -91,26 +91,28 @@ def print_endings(config: RunConfig, asked: argparse.Namespace) -> None:
 
 
 def print_table(path: str) -> None:
-    """Accuracy by ending, a column for each agent, means over seeds."""
+    """Accuracy by ending, a column for each team, means over seeds; the last column is the mean over all agents."""
     lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    columns = list(dict.fromkeys((line["team"], line["agent"]) for line in lines))
+    agents: dict[str, list[str]] = {}
+    for line in lines:
+        if line["agent"] not in agents.setdefault(line["team"], []):
+            agents[line["team"]].append(line["agent"])
+    heads = [f"{team}: {', '.join(own)}" for team, own in agents.items()]
     for algorithm in dict.fromkeys(line["algorithm"] for line in lines):
-        print(
-            f"\n| after {algorithm}: ending | "
-            + " | ".join(f"{team}: {agent}" for team, agent in columns)
-            + " | mean |"
-        )
-        print("|---" * (len(columns) + 2) + "|")
+        print(f"\n| after {algorithm}: ending | {' | '.join(heads)} | mean |")
+        print("|---" * (len(heads) + 2) + "|")
         for name in dict.fromkeys(line["ending"] for line in lines):
-            means = []
-            for column in columns:
-                found = [
-                    line["accuracy"]
-                    for line in lines
-                    if (line["algorithm"], line["ending"], line["team"], line["agent"]) == (algorithm, name, *column)
-                ]
-                means.append(100 * sum(found) / len(found) if found else float("nan"))
-            print(f"| {name} | " + " | ".join(f"{mean:.1f}" for mean in [*means, sum(means) / len(means)]) + " |")
+            found: dict[tuple[str, str], list[float]] = {}
+            for line in lines:
+                if (line["algorithm"], line["ending"]) == (algorithm, name):
+                    found.setdefault((line["team"], line["agent"]), []).append(100 * line["accuracy"])
+            means = {place: sum(values) / len(values) for place, values in found.items()}
+            cells = [
+                ", ".join(f"{means[team, agent]:.1f}" for agent in own if (team, agent) in means)
+                for team, own in agents.items()
+            ]
+            whole = f"{sum(means.values()) / len(means):.1f}" if len(means) == sum(map(len, agents.values())) else ""
+            print(f"| {' | '.join([name, *cells, whole])} |")
 
 
 if __name__ == "__main__":

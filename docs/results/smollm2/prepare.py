@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 from reasoning_gym.arithmetic.leg_counting import ANIMALS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from hacrl.tasks.gym import GymTask
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bpe import text_of, train_tokenizer
+
 ROWS = 8000
-VOCABULARY = 1024
 
 
 def leg_counting(question: dict[str, Any]) -> list[str]:
@@ -51,33 +51,16 @@ def rows(part: dict[str, Any]) -> list[dict[str, str]]:
     return [{"prompt": p.prompt, "completion": "\n".join(own)} for p, own in zip(problems, lines, strict=True)]
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that sets digits apart, as Qwen's does, learned from these texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     task = yaml.safe_load(Path(__file__).with_name("base.yaml").read_text())["task"]
-    texts = []
+    texts: list[str] = []
     for part in task["mixture"]:
         worked = rows(part)
         name = part["name"].removeprefix("gym:")
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in worked))
-        texts += [f"{row['prompt']}\n{row['completion']}" for row in worked]
+        texts += map(text_of, worked)
     train_tokenizer(texts).save_pretrained(folder / "tokenizer")
     print(f"{len(texts)} worked answers and a tokenizer in {folder}")
 

@@ -21,7 +21,6 @@ from hacrl.learners.minibatch import Minibatch, texts_of
 from hacrl.learners.ranks import ALONE, Ranks
 from hacrl.learners.supervised import Imitator, Row
 from hacrl.learners.updating import read_state, write_state
-from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.reader import Traits
 from hacrl.rollouts.rollout import Rollout
 from hacrl.rollouts.vllm import Sampler
@@ -151,8 +150,7 @@ class Agent:
         """If the GPU is short of memory, give back what only makes the agent's next turn faster: the memory of the
         sampler's cache, captured graphs and what they hold, and memory that torch keeps for later."""
         if self.opened.policy.short_of_memory():
-            if isinstance(self.source.engine, NativeEngine):
-                self.source.engine.release()
+            self.source.engine.release()
             self.opened.policy.free_memory()
 
     def _keep(self, lesson: Lesson, prompts: dict[int, list[int]]) -> None:

@@ -38,12 +38,12 @@ def vllm_of(config: AgentConfig, beside: bool = False) -> VLLM:
     with doing(f"starting vLLM with {config.model}"):
         try:
             return VLLM(base_model(source_of(config)), config.dtype, *limits, config.vllm, config.lora, beside)
-        except ValueError as error:  # an option or a kind of model that it does not know, too little memory
+        except ValueError as error:  # an unknown option or kind of model, or too little memory
             raise UserError(f"agents.{config.id}: vLLM refuses to start: {' '.join(str(error).split())}") from error
 
 
 def check_vllm(config: AgentConfig) -> None:
-    """Raise UserError if vLLM cannot run here, or not with texts as long as this; no weights are read."""
+    """Raise UserError if vLLM cannot run here, or cannot take texts as long as the settings allow. Reads no weights."""
     require_vllm()
     positions, wanted = positions_of(load_model_config(config)), config.max_prompt_length + config.max_completion_length
     if positions is not None and wanted > positions:

@@ -95,6 +95,10 @@ class GatheredEngine:
         with self._gathered():
             return self.engine.sample(prompts, params, seed) if prompts else []
 
+    def release(self) -> None:
+        if self.policy is not None:
+            self.engine.release()
+
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         dtype = getattr(torch, self.config.dtype)

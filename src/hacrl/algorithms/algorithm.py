@@ -214,6 +214,8 @@ class CapabilityAware(Algorithm):
     """The smallest possible reward. It is subtracted from rewards, because a ratio of means needs rewards >= 0."""
     capability: CapabilityOptions = field(default_factory=CapabilityOptions)
     """How capability is measured, and the limits of omega."""
+    cross_weight: float = 1.0
+    """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,6 +231,9 @@ class CapabilityAware(Algorithm):
 
     def omega(self, capabilities: list[float | None]) -> Tensor:
         return capability_ratios(capabilities, self.capability.ratio_min, self.capability.ratio_max)
+
+    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
+        return means_by_source(source_N, learner, self.cross_weight)
 
 
 def means_by_source(source_N: Tensor, learner: int, cross_weight: float) -> Tensor:

@@ -10,24 +10,20 @@ the log-probability of a completion evenly over its tokens, which changes the we
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
-from hacrl.algorithms.algorithm import Algorithm, Explanation
-from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.algorithm import Explanation
+from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.terms import LOG_RATIO_LIMIT, Sequences, Terms, k3_kl, mean_over_tokens, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
-class FTIS(Algorithm):
+class FTIS(GSPO):
     shares_rollouts: ClassVar[bool] = True
 
-    name: Literal["ftis"] = "ftis"
-    epsilon: float = 3.0e-4
-    """Lower clip of own ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
+    name: str = "ftis"
     cap: float = 2.0
     """Largest weight of a foreign token."""
     kl_max: float = 0.5
@@ -49,7 +45,7 @@ class FTIS(Algorithm):
         return True
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        own = super().terms(sequences, update)
         logp_NT, old_logp_NT, mask_NT = sequences.logp_NT, sequences.old_logp_NT, sequences.mask_NT
         log_ratio_NT = torch.where(mask_NT, logp_NT.detach() - old_logp_NT, 0.0)
         weight_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=self.cap)
@@ -65,7 +61,7 @@ class FTIS(Algorithm):
             "is spread evenly over the learner's tokens (algorithm.spread)."
         )
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             weight=(
                 "The weight of each token of a foreign rollout is how much more likely it is for the learner than for "
                 f"its source, at most {self.cap:g}; s does not affect it."

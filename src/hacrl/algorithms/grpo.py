@@ -1,49 +1,44 @@
 """GRPO (arXiv 2402.03300) with clip-higher: a ratio and a clip for each token."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from hacrl.algorithms.algorithm import Algorithm, Explanation, LossType, ratio_sentence
+from hacrl.algorithms.algorithm import Algorithm, Explanation, ratio_sentence
 from hacrl.algorithms.capability import CapabilityOptions
 from hacrl.algorithms.gspo import clipped_minimum, clipped_ratio
 from hacrl.algorithms.terms import LOG_RATIO_LIMIT, Sequences, Terms, banded, mean_over_tokens
 
 
-def grpo_terms(sequences: Sequences, epsilon: float, epsilon_high: float, loss_type: LossType) -> Terms:
-    """Mean over a rollout's tokens of min(r_t A, clip(r_t) A); for `cispo`, of min(r_t, epsilon_high) A log p_t,
-    without a gradient through the minimum.
-    """
-    mask_NT, advantage_NT = sequences.mask_NT, sequences.advantage_NT
-    log_ratio_NT = torch.where(mask_NT, sequences.logp_NT - sequences.old_logp_NT, 0.0)
-    ratio_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    if loss_type == "cispo":
-        lower, upper = 0.0, torch.inf
-        weight_NT = ratio_NT.detach().clamp(max=epsilon_high)
-        objective_NT = weight_NT * (sequences.logp_NT - sequences.logp_NT.detach()).exp() * advantage_NT
-        kept_NT = advantage_NT != 0
-    else:
-        lower, upper = 1 - epsilon, 1 + epsilon_high
-        weight_NT = clipped_ratio(ratio_NT, advantage_NT, epsilon, epsilon_high)
-        objective_NT, kept_NT = clipped_minimum(ratio_NT, advantage_NT, epsilon, epsilon_high)
-    if sequences.token_weight_NT is not None:
-        weight_NT, objective_NT = weight_NT * sequences.token_weight_NT, objective_NT * sequences.token_weight_NT
-    objective_N, log_ratio_N = mean_over_tokens(objective_NT, mask_NT), mean_over_tokens(log_ratio_NT, mask_NT)
-    weight_N = mean_over_tokens(weight_NT, mask_NT)
-    return banded(objective_N, log_ratio_N, lower, upper, (kept_NT & mask_NT).any(1), weight_N)
-
-
 @dataclass(frozen=True)
 class GRPO(Algorithm):
-    name: Literal["grpo"] = "grpo"
+    name: str = "grpo"
     epsilon: float = 0.2
     """Lower clip of ratios: 1 minus this."""
     epsilon_high: float = 0.28
     """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        return grpo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        """Mean over a rollout's tokens of min(r_t A, clip(r_t) A); for `cispo`, of min(r_t, epsilon_high) A log p_t,
+        without a gradient through the minimum.
+        """
+        mask_NT, advantage_NT, clip = sequences.mask_NT, sequences.advantage_NT, (self.epsilon, self.epsilon_high)
+        log_ratio_NT = torch.where(mask_NT, sequences.logp_NT - sequences.old_logp_NT, 0.0)
+        ratio_NT = log_ratio_NT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        if self.loss_type == "cispo":
+            lower, upper = 0.0, torch.inf
+            weight_NT = ratio_NT.detach().clamp(max=self.epsilon_high)
+            objective_NT = weight_NT * (sequences.logp_NT - sequences.logp_NT.detach()).exp() * advantage_NT
+            kept_NT = advantage_NT != 0
+        else:
+            lower, upper = 1 - self.epsilon, 1 + self.epsilon_high
+            weight_NT = clipped_ratio(ratio_NT, advantage_NT, *clip)
+            objective_NT, kept_NT = clipped_minimum(ratio_NT, advantage_NT, *clip)
+        if sequences.token_weight_NT is not None:
+            weight_NT, objective_NT = weight_NT * sequences.token_weight_NT, objective_NT * sequences.token_weight_NT
+        objective_N, log_ratio_N = mean_over_tokens(objective_NT, mask_NT), mean_over_tokens(log_ratio_NT, mask_NT)
+        weight_N = mean_over_tokens(weight_NT, mask_NT)
+        return banded(objective_N, log_ratio_N, lower, upper, (kept_NT & mask_NT).any(1), weight_N)
 
     def explain(self, num_agents: int) -> Explanation:
         band = (

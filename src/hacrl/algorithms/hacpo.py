@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, capability_advantages
-from hacrl.algorithms.algorithm import CapabilityAware, Explanation, means_by_source, ratio_sentence
+from hacrl.algorithms.algorithm import CapabilityAware, Explanation, ratio_sentence
 from hacrl.algorithms.capability import shifted
-from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.terms import Sequences, Terms, banded, has_gradient, own_or_foreign, sequence_log_ratio
 
 
@@ -39,20 +39,14 @@ def stepwise_clip(ratio_N: Tensor, lower: float) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class HACPO(CapabilityAware):
-    name: Literal["hacpo"] = "hacpo"
+class HACPO(CapabilityAware, GSPO):
+    name: str = "hacpo"
     alpha: float = 1.0
     """Exponent of the exponential importance weight; 0 switches the weight off."""
     delta: float = 0.2
     """In the first update of a step, foreign rollouts with s in [1 - delta, 1] are learned from."""
     delta_step: float = 0.025
     """How much the lower bound of s rises with each update of a step."""
-    epsilon: float = 3.0e-4
-    """Lower clip of own ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
-    cross_weight: float = 1.0
-    """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
     baseline: Literal["capability", "joint"] = "capability"
     """What rewards are compared with. `joint` sets omega to 1 in the baseline: the ablation of mechanism 1."""
     cross_baseline: Literal["learner", "source"] = "learner"
@@ -103,7 +97,7 @@ class HACPO(CapabilityAware):
         return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner])
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        own = super().terms(sequences, update)
         return own_or_foreign(sequences.own_N, own, self._foreign_terms(sequences, update))
 
     def _foreign_terms(self, sequences: Sequences, update: int) -> Terms:
@@ -119,9 +113,6 @@ class HACPO(CapabilityAware):
             kept_N = kept_N & inside_N
         weight_N = exponential_ratio(ratio_N, self.alpha) * sequences.omega_N
         return banded(weight_N * sequences.advantage_N, log_ratio_N, lower, upper, kept_N, weight_N)
-
-    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
-        return means_by_source(source_N, learner, self.cross_weight)
 
     def explain(self, num_agents: int) -> Explanation:
         power = f"s to the power of {1 + self.alpha:g}"
@@ -146,7 +137,7 @@ class HACPO(CapabilityAware):
         band = f"A foreign rollout teaches only inside its band: where s lies between {lower} and 1."
         in_bytes = "foreign ones per byte of the text, own ones per token"
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             ratio=ratio_sentence(in_bytes) if self.ratio_unit == "byte" else ratio_sentence(),
             weight=f"A foreign rollout has the weight {power if self.alpha else 's'}{times}.",
             band=band if self.cross_clip else None,

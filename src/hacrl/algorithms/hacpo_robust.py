@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, divisors, group_advantages, mean_by, num_prompts, sum_by
-from hacrl.algorithms.algorithm import CapabilityAware, Explanation, means_by_source, ratio_sentence
-from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.algorithm import CapabilityAware, Explanation, ratio_sentence
+from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.imitation import Imitation
 from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, sequence_log_ratio, unbounded
 
 
 @dataclass(frozen=True)
-class RobustHACPO(CapabilityAware):
+class RobustHACPO(CapabilityAware, GSPO):
     keeps_all: ClassVar[bool] = True
     groups_by_source: ClassVar[bool] = True
 
-    name: Literal["hacpo_robust"] = "hacpo_robust"
-    cross_weight: float = 1.0
-    """Weight of the mean over each other source's rollouts; the mean over own rollouts has weight 1."""
+    name: str = "hacpo_robust"
     foreign: Literal["right", "all", "centred", "exact"] = "right"
     """Which foreign rollouts are used. The ablations also use those worse than the learner's own: `all`; `centred`
     compares with the mean of the source; `exact` weights them by min(p learner / p source, 1) of the whole answer."""
@@ -43,10 +41,6 @@ class RobustHACPO(CapabilityAware):
     ratio_unit: Literal["learner", "token"] = "learner"
     """What log-probabilities are divided by in s: both by the `learner`'s token count or, an ablation that follows the
     paper, each by its own model's token count (`token`)."""
-    epsilon: float = 3.0e-4
-    """Lower clip of own ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
     imitation: Imitation = field(default_factory=lambda: Imitation(when="end", confidence=16.0, focus=1.0))
     """Supervised updates on everybody's right answers after the last step."""
 
@@ -86,7 +80,7 @@ class RobustHACPO(CapabilityAware):
         return torch.where(source_N == learner, 1.0, omega_KK[source_N, learner].clamp(max=1.0))
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        own = super().terms(sequences, update)
         length_N = sequences.length_N
         old_length_N = length_N if self.ratio_unit == "learner" else sequences.old_length_N
         log_ratio_N = sequence_log_ratio(sequences.logp_N.detach(), length_N, sequences.old_logp_N, old_length_N)
@@ -97,9 +91,6 @@ class RobustHACPO(CapabilityAware):
         weight_N = sequences.omega_N * ratio_N * as_if_on_policy(sequences)
         foreign = unbounded(weight_N, sequences.advantage_N, log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
-
-    def mean_weights(self, source_N: Tensor, learner: int) -> Tensor:
-        return means_by_source(source_N, learner, self.cross_weight)
 
     def explain(self, num_agents: int) -> Explanation:
         discounts = self.cross_omega and self.capability.ratio_min < 1
@@ -114,7 +105,7 @@ class RobustHACPO(CapabilityAware):
         }[self.foreign]
         effect = "below 1 the source's rollouts count for less by this factor, above 1 they do not count for more"
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             ratio=ratio_sentence("both per token of the learner") if self.ratio_unit == "learner" else ratio_sentence(),
             weight=f"A foreign rollout{better} has the weight {weight}{others}.",
             capability=self.capability.sentence(self.reward_min, used=discounts),

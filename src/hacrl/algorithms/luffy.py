@@ -9,27 +9,23 @@ the prompt; and the objective adds one mean over each source's demonstrations to
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Explanation, means_by_source
-from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.algorithm import Explanation, means_by_source
+from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.terms import Sequences, Terms, mean_over_tokens, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
-class LUFFY(Algorithm):
+class LUFFY(GSPO):
     shares_rollouts: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = True
 
-    name: Literal["luffy"] = "luffy"
-    epsilon: float = 3.0e-4
-    """Lower clip of own ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
+    name: str = "luffy"
     gamma: float = 0.1
     """gamma in the weight pi / (pi + gamma) of a foreign token, where pi is its probability under the learner."""
 
@@ -50,7 +46,7 @@ class LUFFY(Algorithm):
         return Advantages(advantage_N, baseline_N)
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        own = super().terms(sequences, update)
         shaped_NT = torch.sigmoid(sequences.logp_NT - math.log(self.gamma))  # pi / (pi + gamma)
         weight_N = mean_over_tokens(shaped_NT, sequences.mask_NT)
         foreign = unbounded(weight_N, sequences.advantage_N, own.log_ratio_N)
@@ -61,7 +57,7 @@ class LUFFY(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             weight=(
                 "Each token of a foreign rollout whose reward is above the mean of everybody's on the prompt has the "
                 f"weight p / (p + {self.gamma:g}), p being its probability for the learner, whatever s is; other "

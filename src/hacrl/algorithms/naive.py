@@ -8,20 +8,15 @@ model's probability is the denominator of a foreign rollout's ratio; `ratio` off
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from hacrl.algorithms.algorithm import Algorithm, Explanation, ratio_sentence
-from hacrl.algorithms.gspo import clip_sentence, gspo_explanation, gspo_terms, weight_of
-from hacrl.algorithms.terms import Sequences, Terms
+from hacrl.algorithms.algorithm import Explanation, ratio_sentence
+from hacrl.algorithms.gspo import GSPO
 
 
 @dataclass(frozen=True)
-class Naive(Algorithm):
+class Naive(GSPO):
     shares_rollouts: ClassVar[bool] = True
 
-    name: Literal["naive"] = "naive"
-    epsilon: float = 3.0e-4
-    """Lower clip of ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
+    name: str = "naive"
     ratio: Literal["source", "own"] = "source"
     """Denominator of a foreign ratio: the `source` when it sampled, or the learner before its first update (`own`)."""
 
@@ -33,9 +28,6 @@ class Naive(Algorithm):
     def needs_logps(self) -> bool:
         return self.ratio == "source"
 
-    def terms(self, sequences: Sequences, update: int) -> Terms:
-        return gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
-
     def explain(self, num_agents: int) -> Explanation:
         to_itself = (
             "s compares how likely a rollout is for the learner with how likely it was for the same learner before, "
@@ -46,12 +38,10 @@ class Naive(Algorithm):
             "Decision: the paper does not say what the ratio of a foreign rollout is taken to in naive sharing; here "
             f"it is {taken} (algorithm.ratio={self.ratio}). The other reading is algorithm.ratio={other}."
         )
-        weight = weight_of(self.epsilon_high, self.loss_type)
-        band = clip_sentence("The band of a foreign rollout", self.epsilon, self.epsilon_high)
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             ratio=to_itself if self.ratio == "own" else ratio_sentence(),
-            weight=f"A foreign rollout is used like an own one: its weight is {weight}.",
-            band=None if self.loss_type == "cispo" else band,
+            weight=f"A foreign rollout is used like an own one: its weight is {self._weight()}.",
+            band=None if self.loss_type == "cispo" else self._clip_sentence("The band of a foreign rollout"),
             decision=decision if num_agents > 1 else None,
         )

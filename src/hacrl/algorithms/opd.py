@@ -16,11 +16,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Explanation, Reading, ratio_sentence
+from hacrl.algorithms.advantage import Advantages
+from hacrl.algorithms.algorithm import Explanation, Reading, ratio_sentence
 from hacrl.algorithms.capability import CapabilityOptions
-from hacrl.algorithms.grpo import grpo_terms
-from hacrl.algorithms.terms import Sequences, Terms
+from hacrl.algorithms.grpo import GRPO
 
 LONGEST_SPAN = 6
 """Most tokens of a span for either model: the sum over a longer span says little about a single token."""
@@ -60,10 +59,10 @@ def log_gap(own: Reading, other: Reading) -> list[float]:
 
 
 @dataclass(frozen=True)
-class OPD(Algorithm):
+class OPD(GRPO):
     scores_by_others: ClassVar[bool] = True
 
-    name: Literal["opd"] = "opd"
+    name: str = "opd"
     weight: float = 1.0
     """Weight of the teachers' scores in the advantage of a token."""
     reward_weight: float = 1.0
@@ -72,10 +71,6 @@ class OPD(Algorithm):
     """Who scores a learner's rollouts: every other agent, or only those with a higher capability C in this step."""
     clamp: float = 10.0
     """Limit of the difference of log-probabilities between a teacher and the learner at one token, either way."""
-    epsilon: float = 0.2
-    """Lower clip of ratios: 1 minus this."""
-    epsilon_high: float = 0.28
-    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
 
     def teachers_of(self, learner: int, capabilities: Sequence[float | None]) -> list[int]:
         others = [j for j in range(len(capabilities)) if j != learner]
@@ -87,7 +82,7 @@ class OPD(Algorithm):
     def advantages(
         self, rewards_N: Tensor, prompt_N: Tensor, source_N: Tensor, learner: int, omega_KK: Tensor
     ) -> Advantages:
-        found = group_advantages(rewards_N, prompt_N, self.scale_rewards)
+        found = super().advantages(rewards_N, prompt_N, source_N, learner, omega_KK)
         return replace(found, advantage_N=self.reward_weight * found.advantage_N)
 
     def token_advantages(self, own: Reading, others: Sequence[Reading | None]) -> Tensor:
@@ -95,9 +90,6 @@ class OPD(Algorithm):
         gaps = [unread if other is None else log_gap(own, other) for other in others]
         gap_JT = torch.tensor(gaps, dtype=torch.float64).view(len(others), len(own.logps))
         return self.weight / max(readers, 1) * gap_JT.clamp(-self.clamp, self.clamp)
-
-    def terms(self, sequences: Sequences, update: int) -> Terms:
-        return grpo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
 
     def explain(self, num_agents: int) -> Explanation:
         who = "the other agents" if self.teachers == "all" else "the agents with a higher C"

@@ -21,7 +21,7 @@ from hacrl.algorithms.imitation import Imitation, middle
 
 @dataclass(frozen=True)
 class RFT(GSPO):
-    name: Literal["rft"] = "rft"  # type: ignore[assignment]
+    name: str = "rft"
     reinforce: Literal["always", "before", "after", "never"] = "always"
     """When agents learn by GSPO: in all steps, in the first half (`before`), in the second half (`after`), or never.
 

@@ -7,28 +7,24 @@ and the objective adds one mean over the rollouts of each source to the mean ove
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import EDGE, Advantages, group_advantages, num_prompts, sum_by
-from hacrl.algorithms.algorithm import Algorithm, Explanation, means_by_source
-from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.algorithm import Explanation, means_by_source
+from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
-class SuccessGated(Algorithm):
+class SuccessGated(GSPO):
     shares_rollouts: ClassVar[bool] = True
     groups_by_source: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = True
 
-    name: Literal["success_gated"] = "success_gated"
-    epsilon: float = 3.0e-4
-    """Lower clip of own ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of own ratios: 1 plus this; with cispo, this itself."""
+    name: str = "success_gated"
     transfer_weight: float = 1.0
     """Weight of the transferred foreign successes in the objective, beside the mean over own rollouts."""
 
@@ -47,7 +43,7 @@ class SuccessGated(Algorithm):
         )
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        own = super().terms(sequences, update)
         weight_N = self.transfer_weight * as_if_on_policy(sequences)
         foreign = unbounded(weight_N, sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
@@ -57,7 +53,7 @@ class SuccessGated(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             weight=(
                 "On prompts where the learner has no success, a reward above the mean of everybody's, a foreign "
                 f"success has the weight {self.transfer_weight:g} whatever its s; other foreign rollouts are not used."

@@ -9,28 +9,24 @@ numbers the prompts of each step in random order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hacrl.algorithms.advantage import Advantages, group_advantages
-from hacrl.algorithms.algorithm import Algorithm, Explanation
-from hacrl.algorithms.gspo import gspo_explanation, gspo_terms
+from hacrl.algorithms.algorithm import Explanation
+from hacrl.algorithms.gspo import GSPO
 from hacrl.algorithms.terms import Sequences, Terms, as_if_on_policy, own_or_foreign, unbounded
 
 
 @dataclass(frozen=True)
-class Swarm(Algorithm):
+class Swarm(GSPO):
     shares_rollouts: ClassVar[bool] = True
     groups_by_source: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = True
 
-    name: Literal["swarm"] = "swarm"
-    epsilon: float = 3.0e-4
-    """Lower clip of ratios: 1 minus this."""
-    epsilon_high: float = 4.0e-4
-    """Upper clip of ratios: 1 plus this; with cispo, this itself."""
+    name: str = "swarm"
     share: float = 0.5
     """Share of the prompts on which a foreign group replaces the own group."""
 
@@ -60,7 +56,7 @@ class Swarm(Algorithm):
         return torch.where(torch.isin(prompt_N, prompt_N[source_N == chosen_N]), chosen_N, learner)
 
     def terms(self, sequences: Sequences, update: int) -> Terms:
-        own = gspo_terms(sequences, self.epsilon, self.epsilon_high, self.loss_type)
+        own = super().terms(sequences, update)
         foreign = unbounded(as_if_on_policy(sequences), sequences.advantage_N, own.log_ratio_N)
         return own_or_foreign(sequences.own_N, own, foreign)
 
@@ -78,7 +74,7 @@ class Swarm(Algorithm):
 
     def explain(self, num_agents: int) -> Explanation:
         return replace(
-            gspo_explanation(self.epsilon, self.epsilon_high, self.loss_type),
+            super().explain(num_agents),
             weight=(
                 f"On {self.share:.0%} of the prompts a foreign group takes the place of the own one, and its rollouts "
                 "have the weight 1 whatever their s; other foreign rollouts are not used."

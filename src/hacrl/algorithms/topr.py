@@ -10,7 +10,7 @@ log-probabilities are means over tokens, so that a learning rate has the same me
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ class TOPR(Algorithm):
     shares_rollouts: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = True
 
-    name: Literal["topr"] = "topr"
+    name: str = "topr"
 
     @property
     def needs_logps(self) -> bool:

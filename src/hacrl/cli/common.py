@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -12,6 +13,7 @@ import typer
 from rich.text import Text
 from typer import Argument
 
+from hacrl import terminal
 from hacrl.errors import TrainingDiverged, UserError, harmless, system_error
 from hacrl.terminal import OUTPUT_CLOSED, OutputClosed, Terminal
 
@@ -20,6 +22,8 @@ LONGEST_MESSAGE = 10_000
 """Characters of an error that are shown: a value in it may be a whole file."""
 
 console = Terminal()
+say = partial(terminal.say, console)
+"""Prints texts as they are, without breaking their lines."""
 
 RunFolder = Annotated[Path, Argument(help="The folder of a run.")]
 Overrides = Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="For example max_steps=20 seed=1.")]
@@ -30,11 +34,6 @@ def finite(number: float | None) -> float | None:
     if number is not None and math.isnan(number):
         raise typer.BadParameter("nan is not a number.")
     return number
-
-
-def say(text: str) -> None:
-    """Print text as it is, without breaking its lines."""
-    console.print(Text(text), soft_wrap=True)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -26,7 +26,7 @@ def evaluate(
         int | None, Option(min=1, max=65_536, help="Completions of each problem; default: 1, AIME 30.")
     ] = None,
     config: Annotated[
-        str | None, Option(help="A preset or YAML file whose settings (and task: demo) are used for a model.")
+        str | None, Option(help="A preset or YAML file with task and settings for a model; default: demo.")
     ] = None,
     checkpoint: Annotated[int | None, Option(help="Step of the run's checkpoint; default: the newest.")] = None,
     problems: Annotated[

@@ -26,10 +26,11 @@ def export(
     """Save the trained models of a run in folders, or upload one of them to the Hugging Face hub."""
     if private and push_to_hub is None:
         raise UserError("--private is for --push-to-hub ORG/NAME.")
-    with doing("uploading the model" if push_to_hub else "saving models"):
+    with doing("starting"):
         from hacrl.training.export import export_run
         from hacrl.training.hub import push_agent
 
+    with doing("uploading the model" if push_to_hub else "saving models"):
         if push_to_hub is not None:
             done = push_agent(run, target, push_to_hub, checkpoint, merge=merge, private=private)
             for name, size in done.files.items():

@@ -30,7 +30,7 @@ def study(
     runner.check_unchanged(whole)
     places = runner.choose_places(whole, jobs)
     wide = console if console.is_terminal else Terminal(width=140)  # tables in a file need no fold
-    results.print_plan(wide, whole, places.jobs, places.threads)
+    results.print_grid(wide, whole, places.jobs, places.threads)
     if dry_run:
         return
     with continued_by(f"continue with `hacrl study {whole.folder}`."):

@@ -55,8 +55,7 @@ def print_plan(console: Console, config: RunConfig, gpu: str | None = None) -> N
     memories = Memories(gpu)
     say(console, config.to_yaml())
     print_costs(console, *memories.plan(config))
-    told = config.algorithm.imitation.sentence(), config.algorithm.explain(len(config.names)).decision
-    for remark in filter(None, (*remarks, *told)):
+    for remark in (*remarks, *config.remarks()):
         note(console, remark)
     if problem is not None:
         console.print(Panel(prompt_text(problem.prompt), title="the first prompt", title_align="left"))
@@ -77,7 +76,8 @@ def print_fit(console: Console, config: RunConfig, memories: "Memories") -> None
     if all(need.fits is not False for need in needs):
         remarks.append("The settings are valid. Tokenizers and lengths of prompts are looked at when the run starts.")
     else:
-        changes = memories.smallest_change(config)
+        with doing("looking for a change with which it fits"):
+            changes = memories.smallest_change(config)
         what = "take smaller models or more memory" if changes is None else f"it would with {' '.join(changes)}"
         remarks.append(f"The run does not fit: {what}. Estimated at full lengths (docs/scaling.md).")
     say(console, *remarks)

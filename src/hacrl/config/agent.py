@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hacrl.config.starting import agents_of
-from hacrl.config.strict import Count, Few, Label, Length, Options, Size, Strict
+from hacrl.config.strict import Count, Few, Label, Length, Options, Size, Strict, written
 from hacrl.errors import UserError, warn
 
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -82,7 +82,7 @@ class ModelSettings(Strict):
     """Options passed to the chat template, for example {enable_thinking: false}."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation. Weights and optimizer are always float32, because bfloat16 weights hardly move."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")] = "auto"
+    device: Annotated[str, written(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$", "auto, cpu, cuda or cuda:NUMBER")] = "auto"
     """Device of the model; auto: the first GPU if there is one, else the CPU."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
@@ -156,7 +156,7 @@ class AgentConfig(Settings):
 
     id: Label
     """Name of the agent in metrics, files and on the command line."""
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     """zoo:NAME, a local folder, or a Hugging Face hub id."""
 
     @model_validator(mode="after")
@@ -250,11 +250,12 @@ def with_ids(settings: dict[str, Any]) -> dict[str, Any]:
     listed = [{"model": agent} if isinstance(agent, str | os.PathLike) else agent for agent in agents]
     taken = {agent["id"] if isinstance(agent, dict) else agent.id for agent in listed if _has_id(agent)}
     for position, agent in enumerate(listed):
-        if isinstance(agent, dict) and isinstance(agent.get("model"), str | os.PathLike):
-            model = os.fspath(agent["model"])
-            name = agents_of([model])[0]["id"]
+        if isinstance(agent, dict):
+            if isinstance(agent.get("model"), os.PathLike):
+                agent = {**agent, "model": os.fspath(agent["model"])}
+            name = agents_of([str(agent.get("model", ""))])[0]["id"]
             free = next(own for n in count(1) if (own := f"{name}-{n}" if n > 1 else name) not in taken)
-            listed[position] = {"id": free, **agent, "model": model}
+            listed[position] = {"id": free, **agent}
             taken.add(listed[position]["id"])
     return {**settings, "agents": listed}
 

@@ -15,6 +15,8 @@ from hacrl.errors import nearest
 
 def parse_algorithm(value: Any) -> Algorithm:
     """Make the algorithm that a section describes; without a `name` it is the default one."""
+    if isinstance(value, type) and issubclass(value, Algorithm):
+        value = value()
     if isinstance(value, Algorithm):
         return named(value)
     if not isinstance(value, dict):

@@ -45,13 +45,14 @@ class NotTaken(Exception):
     """Raised for a value that has no counterpart; the message says why."""
 
 
-def one_of(values: Mapping[Any, Any], otherwise: str) -> Callable[[Any], Any]:
-    """A converter that looks a value up."""
+def one_of(offered: str, values: Mapping[Any, Any] | None = None) -> Callable[[Any], Any]:
+    """A converter that looks a value up; without `values`, it takes those that are `offered` as they are."""
+    known = {name: name for name in offered.split(", ")} if values is None else values
 
     def convert(value: Any) -> Any:
-        if not isinstance(value, str | bool) or value not in values:
-            raise NotTaken(f"{value} is not offered: {otherwise}")
-        return values[value]
+        if not isinstance(value, str | bool) or value not in known:
+            raise NotTaken(f"{value} is not offered: {offered}")
+        return known[value]
 
     return convert
 
@@ -71,21 +72,19 @@ def target_modules(value: Any) -> Any:
 
 
 CONVERT: dict[str, Callable[[Any], Any]] = {
-    "lr_scheduler_type": one_of({name: name for name in ("constant", "linear", "cosine")}, "constant, linear, cosine"),
-    "optim": one_of(OPTIMIZERS, "adamw or adamw_8bit"),
-    "dtype": one_of(DTYPES, "float32 or bfloat16"),
-    "bf16": one_of({True: "bfloat16", False: None}, "true or false"),
-    "use_cpu": one_of({True: "cpu", False: None}, "true or false"),
-    "use_vllm": one_of({True: "vllm", False: None}, "true or false"),
-    "use_peft": one_of({True: {}, False: None}, "true or false"),
+    "lr_scheduler_type": one_of("constant, linear, cosine"),
+    "optim": one_of("adamw or adamw_8bit", OPTIMIZERS),
+    "dtype": one_of("float32 or bfloat16", DTYPES),
+    "bf16": one_of("true or false", {True: "bfloat16", False: None}),
+    "use_cpu": one_of("true or false", {True: "cpu", False: None}),
+    "use_vllm": one_of("true or false", {True: "vllm", False: None}),
+    "use_peft": one_of("true or false", {True: {}, False: None}),
     "report_to": trackers,
     "lora_target_modules": target_modules,
     "scale_rewards": one_of(
-        {True: "group", False: "none", **{name: name for name in ("group", "batch", "none")}}, "group, batch, none"
+        "group, batch, none", {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
     ),
-    "loss_type": one_of(
-        {name: name for name in ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")}, "grpo, bnpo, dapo, dr_grpo, cispo"
-    ),
+    "loss_type": one_of("grpo, bnpo, dapo, dr_grpo, cispo"),
 }
 """How a value changes. A converter that returns None sets nothing. Values of other keys stay as they are."""
 
@@ -104,8 +103,9 @@ class Translation:
     unknown: dict[str, str] = field(default_factory=dict)
     """Key that TRL 1.16 does not have either: the nearest one that it has."""
 
-    def put(self, place: str, value: Any, origin: str) -> None:
-        """Set a value at a place with dots. The first word is what the YAML comments on."""
+    def put(self, place: str, value: Any, origin: str, *keys: str) -> None:
+        """Set a value at a place with dots, for these keys of TRL. The YAML comments on the first word of the place."""
+        self.taken |= dict.fromkeys(keys, f"{place}: {value}")
         section = self.settings
         *above, last = place.split(".")
         for name in above:
@@ -157,9 +157,9 @@ def translate(
 
 def _comment(key: str, origin: str, given: Mapping[str, Any]) -> str:
     """What the YAML says about a setting; nothing if it stands in TRL's file under the same name."""
-    if origin != key:
-        return f"TRL: {origin}"
-    return "" if key in given else "TRL's default"
+    if origin in DEFAULTS and origin not in given:
+        return "TRL's default" if origin == key else f"TRL's default of {origin}"
+    return "" if origin == key else f"TRL: {origin}"
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
@@ -211,8 +211,7 @@ def _models_and_data(found: Translation, values: Mapping[str, Any], models: Sequ
     train = data or values.get("dataset_name")
     if train is None:
         raise UserError("The file names no data (dataset_name). Add them: hacrl init --data FILE_OR_HUB_ID --from-trl")
-    found.put("task.train", train, "dataset_name")
-    found.taken["dataset_name"] = f"task.train: {train}"
+    found.put("task.train", train, "dataset_name", "dataset_name")
     split = {"dataset_config": "subset", "dataset_train_split": "train_split", "dataset_test_split": "eval_split"}
     for key in split.keys() & values.keys():
         if not is_data_set(train):
@@ -228,8 +227,7 @@ def _models_and_data(found: Translation, values: Mapping[str, Any], models: Sequ
 def _procedural(found: Translation, name: str) -> None:
     """Take a task that makes and verifies its own problems in place of data and rewards."""
     del found.settings["task"], found.origin["task"]
-    found.put("task.name", name, "dataset_name")
-    found.taken["dataset_name"] = f"task.name: {name}"
+    found.put("task.name", name, "dataset_name", "dataset_name")
     own = ("dataset_config", "dataset_train_split", "dataset_test_split", "reward_funcs", "reward_weights")
     found.left_out |= dict.fromkeys(own, f"the task {name} has its own problems and verifier")
 
@@ -269,8 +267,7 @@ def _algorithm(found: Translation, values: dict[str, Any]) -> None:
     level = values["importance_sampling_level"]
     alone = len(found.settings["agents"]) == 1
     name = ("gspo" if level == "sequence" else "grpo") if alone else "hacpo_robust"
-    found.put("algorithm.name", name, "importance_sampling_level")
-    found.taken["importance_sampling_level"] = f"algorithm.name: {name}"
+    found.put("algorithm.name", name, "importance_sampling_level", "importance_sampling_level")
     if alone or level == "sequence":
         values.setdefault("epsilon_high", values["epsilon"])
         return
@@ -304,8 +301,7 @@ def _sizes(found: Translation, values: Mapping[str, Any], rows: int | None) -> N
         count = values.get(key, values.get("warmup_ratio") if key == "warmup_steps" else None)
         if count is not None:
             converted = max(round(count * steps if 0 < count < 1 else count / updates), 1 if count else 0)
-            found.put(ours, converted, f"{key}, in steps")
-            found.taken[key] = f"{ours}: {converted}"
+            found.put(ours, converted, f"{key}, in steps", key)
     found.taken["warmup_ratio"] = found.taken.get("warmup_steps", "")
     for strategy, ours in (("save_strategy", "save_every"), ("eval_strategy", "eval_every")):
         chosen = values.get(strategy, "steps")
@@ -319,18 +315,16 @@ def _sizes(found: Translation, values: Mapping[str, Any], rows: int | None) -> N
 
 def _max_steps(found: Translation, values: Mapping[str, Any], prompts: int, updates: int, rows: int | None) -> int:
     """Steps of the run: from TRL's updates, or from epochs if the number of rows is known."""
-    epochs = values["num_train_epochs"]
+    epochs, keys = values["num_train_epochs"], ["max_steps"]
     if values.get("max_steps", -1) > 0:
         steps, origin = math.ceil(int(values["max_steps"]) / updates), f"TRL's max_steps / {updates} updates a step"
         found.left_out["num_train_epochs"] = "max_steps is given, which TRL prefers too"
     elif rows is not None:
         steps = max(math.floor(rows / prompts * float(epochs)), 1)
         origin = f"{epochs:g} epochs of {rows} rows / {prompts} prompts a step"
+        keys.append("num_train_epochs")
     else:
         steps, origin = 60, f"CHANGE THIS: {epochs:g} epochs are {epochs:g} x rows of the data / {prompts}"
         found.left_out["num_train_epochs"] = f"the rows are not known yet: max_steps is {epochs:g} x rows / {prompts}"
-    found.put("max_steps", steps, origin)
-    found.taken |= {"max_steps": f"max_steps: {steps}"}
-    if "num_train_epochs" not in found.left_out:
-        found.taken["num_train_epochs"] = f"max_steps: {steps}"
+    found.put("max_steps", steps, origin, *keys)
     return steps

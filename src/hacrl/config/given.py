@@ -22,6 +22,8 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 INSTEAD = {
     "DatasetDict": "a DatasetDict has several splits: give one of them, for example data['train']",
     "IterableDataset": "an IterableDataset has no length: give Dataset.from_list(list(data))",
+    "dict": "a dict of columns is given as Dataset.from_dict(data)",
+    "generator": "rows of a generator are given as a list: list(rows)",
     "DataFrame": "a DataFrame is given as Dataset.from_pandas(frame), or frame.to_dict('records')",
 }
 """What to give in place of some types that are not accepted."""
@@ -82,8 +84,9 @@ def rows_given(rows: list[Any]) -> GivenRows:
     return GivenRows([dict(row) for row in rows], content.hexdigest()[:16])
 
 
-def _stable(value: object) -> str:
-    return ADDRESS.sub("", repr(value))
+def _stable(value: object) -> Any:
+    """What stands for a value that JSON has not: for an array its contents, for others how they are printed."""
+    return value.tolist() if hasattr(value, "tolist") else ADDRESS.sub("", repr(value))
 
 
 def _data(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Algorithms of one's own: subclasses of `Algorithm` in a user's file or module, named as reward functions are.
+"""Loads users' own algorithms: subclasses of `Algorithm` in a file or module, named as reward functions are.
 
 `path/to/file.py:Class` is relative to the working directory, `module:Class` is imported from there or from what is
 installed. Every mistake is a ValueError whose message is a sentence.

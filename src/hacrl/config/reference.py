@@ -37,8 +37,8 @@ GROUPS = {
         *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
     ),
     "Memory, precision, devices": (
-        *("device", "dtype", "lora", "optimizer", "optimizer_offload", "micro_batch_size"),
-        *("gradient_checkpointing", "fsdp", "fast", "trust_remote_code"),
+        *("device", "dtype", "lora", "optimizer", "optimizer_offload", "offload_idle", "gradient_dtype"),
+        *("micro_batch_size", "gradient_checkpointing", "fsdp", "fast", "trust_remote_code"),
     ),
     "Resources with `execution: ray`": ("resources",),
 }

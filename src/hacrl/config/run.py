@@ -16,7 +16,7 @@ from hacrl.config.agent import AgentConfig, Settings, with_current_names, with_i
 from hacrl.config.algorithm import parse_algorithm
 from hacrl.config.settings import apply_overrides, read_source, with_overrides
 from hacrl.config.sources import LOGPS_NEEDED, SourceConfig
-from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at
+from hacrl.config.strict import Count, Few, Positive, Seconds, Seed, Size, Strict, checked, section_at, written
 from hacrl.config.strict_yaml import dump_yaml
 from hacrl.config.task import TaskConfig
 from hacrl.errors import UserError, nearest
@@ -53,11 +53,8 @@ class TeamConfig(Strict):
             if not isinstance(agent, dict | Strict):
                 raise ValueError(f"agents.{position}: expected {{id: NAME, model: MODEL}}, not {agent!r:.80}")
         shared = {name: data[name] for name in cls.shared_settings() if name in data}
-        agents = []
-        for agent in data["agents"]:
-            own = agent.model_dump(exclude_unset=True) if isinstance(agent, Strict) else agent
-            agents.append({**shared, **own} if isinstance(own, dict) else own)
-        return {**data, "agents": agents}
+        own = (a.model_dump(exclude_unset=True) if isinstance(a, Strict) else a for a in data["agents"])
+        return {**data, "agents": [{**shared, **settings} for settings in own]}
 
     @model_validator(mode="after")
     def _unique_ids(self) -> Self:
@@ -74,6 +71,8 @@ class TeamConfig(Strict):
     @classmethod
     def load(cls, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file, a preset or a dict with `key=value` overrides; UserError if anything is wrong."""
+        if not isinstance(source, str | Path | dict):
+            raise UserError(f"Expected a preset, a YAML file or a dict of settings, not {type(source).__name__}.")
         data, where = (with_ids(source), "config") if isinstance(source, dict) else read_source(source)
         data = apply_overrides(data, overrides)
         check_command(cls.command, data, where)
@@ -99,7 +98,7 @@ class TeamConfig(Strict):
 class RayConfig(Strict):
     """Where agents run with `execution: ray`, and what happens when one is lost."""
 
-    address: Annotated[str, Field(pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$")] | None = None
+    address: Annotated[str, written(r"^(auto|[^\s:/]+:[0-9]{1,5})$", "auto or HOST:PORT")] | None = None
     """auto: this machine's cluster; or HOST:PORT; null: a private Ray instance."""
     on_failure: Literal["restart", "stop"] = "restart"
     """When an agent is lost: `restart` from the newest checkpoint, or `stop`."""
@@ -241,6 +240,14 @@ class RunConfig(TeamConfig, Settings):
             if agent.device == "cuda" and gpus == 0:
                 raise ValueError(f"{where}.resources.num_gpus: device: cuda needs a GPU, not 0")
         return self
+
+    def remarks(self) -> list[str]:
+        """What the algorithm will do, and which rewards it may take for something else than is meant, for people."""
+        imitation = self.algorithm.imitation
+        told = [imitation.sentence(), self.algorithm.explain(len(self.names)).decision]
+        if imitation.when != "never":
+            told += [part.doubt(imitation.min_reward) for part in (self.task, *self.task.mixture)]
+        return [sentence for sentence in told if sentence]
 
     def rollouts_per_prompt(self, learner: AgentConfig) -> int:
         """The most rollouts of a prompt that a learner trains on."""

@@ -93,7 +93,7 @@ def allow_short_forms(definitions: Schema) -> None:
         return {"type": "array", "items": {"anyOf": [TEXT, {"$ref": f"#/$defs/{section}"}]}}
 
     for section in ("TaskConfig", "PartConfig"):
-        allow(section, "reward", TEXT, items("RewardConfig"), {"type": "null"})
+        allow(section, "reward", TEXT, {"$ref": "#/$defs/RewardConfig"}, items("RewardConfig"), {"type": "null"})
     for section in ("WarmupConfig", "WarmupAgentConfig"):
         allow(section, "data", TEXT, {"$ref": "#/$defs/DataConfig"}, items("DataConfig"))
     allow("RunConfig", "report_to", TEXT)

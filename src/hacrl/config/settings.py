@@ -23,7 +23,8 @@ def read_source(source: str | Path) -> tuple[dict[str, Any], str]:
         path = PRESETS / f"{source}.yaml"
     elif not os.path.isfile(path):  # os.path.isfile returns False for a name that is too long
         if (path / "config.yaml").is_file():
-            raise UserError(f"{path} is the folder of a run. Continue it with `hacrl train {path} --resume`.")
+            how = f"`hacrl train {path} --resume` (in Python: resume=True)"
+            raise UserError(f"{path} is the folder of a run. Continue it with {how}.")
         if path.suffix in (".yaml", ".yml") or path.parent != Path():
             raise UserError(
                 f"There is no file {path}. A preset ({', '.join(preset_names())}) or a YAML file is needed."

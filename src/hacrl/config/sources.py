@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hacrl.config.strict import Label, Length, Options, Positive, Seconds, Strict
+from hacrl.config.strict import Label, Length, Options, Positive, Seconds, Strict, written
 
 OWN_FIELDS = {
     "model": "endpoint.model",
@@ -70,7 +70,9 @@ class EndpointConfig(Strict):
     """Address of the server up to the version, for example http://host:8000/v1."""
     model: Annotated[str, Field(min_length=1)]
     """Name of the model at the server."""
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    api_key_env: Annotated[str, written(r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of an environment variable")] | None = (
+        None
+    )
     """Name of the environment variable that holds the key. The key itself is written nowhere."""
     api: Literal["chat", "completions"] = "chat"
     """`chat` sends messages; `completions` sends the text of the prompt as it is."""

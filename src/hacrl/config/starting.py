@@ -24,7 +24,7 @@ COMMENTS = {
     "save_every": "steps; 0: at the end only",
     "output_dir": "it must be new or empty",
 }
-"""What a starting file says about its keys."""
+"""The comments on the keys of a starting file."""
 
 
 def agents_of(models: Sequence[str]) -> list[dict[str, str]]:

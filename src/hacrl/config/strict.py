@@ -23,8 +23,38 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A time limit; at most a year."""
 Weight = Annotated[float, Field(gt=0, le=1e6)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+FORMS: dict[str, str] = {}
+"""What each pattern for texts asks for, in words."""
+
+
+def written(pattern: str, words: str) -> Any:
+    """Limits a text to a pattern; error messages say what it asks for in these words."""
+    FORMS[pattern] = words
+    return Field(pattern=pattern)
+
+
+Label = Annotated[
+    str, written(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, '.', '_' and '-', first a letter or a digit")
+]
 """A name that can be part of a path and of a metric."""
+SAID = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "expected a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "expected a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "expected true or false"),
+    "finite_number": "expected a finite number",
+    "string_type": "expected a text",
+    "list_type": "expected a list",
+    "dict_type": "expected a section of keys and values",
+    "literal_error": "expected {expected}",
+    "greater_than_equal": "must be at least {ge:,.12g}",
+    "greater_than": "must be greater than {gt:,.12g}",
+    "less_than_equal": "must be at most {le:,.12g}",
+    "less_than": "must be less than {lt:,.12g}",
+    "too_short": "needs {min_length} or more entries",
+    "too_long": "may have at most {max_length} entries",
+    "string_too_short": "needs {min_length} or more characters",
+}
+"""How pydantic's errors are said here."""
 
 MAX_MISTAKES = 20
 """The most mistakes that one error message lists."""
@@ -97,6 +127,13 @@ def section_at(model: type[BaseModel], place: Sequence[str | int]) -> type[BaseM
     return model
 
 
+def elsewhere(model: type[BaseModel], key: str) -> str | None:
+    """End of a message about a key at the top of a config that belongs into a section; None for other keys."""
+    sections = {name: section_at(model, [name]) for name in model.model_fields}
+    places = [name for name, section in sections.items() if section is not model and key in section.model_fields]
+    return f"; it belongs to the section {places[0]}: {places[0]}.{key}" if places else None
+
+
 Tree = TypeVar("Tree", bound=BaseModel)
 
 
@@ -126,15 +163,22 @@ def explain(error: ValidationError, model: type[BaseModel] = Strict) -> list[str
 def explanation(mistake: Any, model: type[BaseModel]) -> str:
     """What is wrong with one value, as pydantic found it."""
     kind, value = mistake["type"], reprlib.repr(mistake["input"])
-    message = mistake["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message: str = mistake["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind == "extra_forbidden":
         *above, key = mistake["loc"]
         if len(above) == 2 and above[0] == "agents" and key in model.model_fields:
             return f"{key} is a setting of the whole run, not of one agent"
-        advice = trl_advice(str(key)) or nearest(str(key), section_at(model, above).model_fields)
+        advice = trl_advice(str(key)) or (None if above else elsewhere(model, str(key)))
+        advice = advice or nearest(str(key), section_at(model, above).model_fields)
         return f"unknown key {str(key)!r} (set to {value}){advice}"
     if kind == "missing":
         return "missing"
-    if kind == "less_than_equal":
-        return f"must be at most {mistake['ctx']['le']:,.12g} (got {value})"
-    return message if kind == "value_error" else f"{message} (got {value})"
+    if kind == "value_error":
+        return message
+    if kind == "model_type":
+        message = f"expected a section with keys ({', '.join(section_at(model, mistake['loc']).model_fields)})"
+    elif kind == "string_pattern_mismatch" and (form := FORMS.get(mistake["ctx"]["pattern"])):
+        message = f"expected {form}"
+    elif kind in SAID:
+        message = SAID[kind].format(**mistake.get("ctx", {}))
+    return f"{message} (got {value})"

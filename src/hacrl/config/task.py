@@ -1,5 +1,8 @@
 """The section `task` of a run: where problems come from, and how answers to them are verified."""
 
+import reprlib
+from math import fsum
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -34,10 +37,15 @@ class RewardConfig(Strict):
 def _with_weight(reward: Any) -> Any:
     """The section of a reward that is given by its name, as a function, or as a pair of either and its weight."""
     if isinstance(reward, tuple):
-        if len(reward) != 2 or isinstance(reward[1], bool) or not isinstance(reward[1], int | float):
+        if len(reward) != 2 or isinstance(reward[1], bool) or not isinstance(reward[1], Real):
             raise ValueError("a tuple is (reward, weight), and the weight a number; several rewards are a list")
-        return {"name": reward[0], "weight": reward[1]}
-    return {"name": reward} if isinstance(reward, str) or callable(reward) else reward
+        return {"name": reward[0], "weight": float(reward[1])}
+    if isinstance(reward, str) or callable(reward):
+        return {"name": reward}
+    if not isinstance(reward, dict | RewardConfig):
+        expected = "exact, math, module:function, {name, weight} or, from Python, a function or (function, weight)"
+        raise ValueError(f"expected {expected}, not {reprlib.repr(reward)}")
+    return reward
 
 
 class CurriculumConfig(Strict):
@@ -107,9 +115,15 @@ class ProblemsConfig(Strict):
     def _as_list(cls, reward: Any) -> Any:
         if reward is None:
             return []
-        if not isinstance(reward, str | list | tuple) and not callable(reward):
-            raise ValueError(f"expected exact, math, module:function or a list of them, not {reward!r}")
-        return list(map(_with_weight, reward if isinstance(reward, list) else [reward]))
+        if not isinstance(reward, list):
+            return [_with_weight(reward)]
+        rewards = []
+        for position, each in enumerate(reward):
+            try:
+                rewards.append(_with_weight(each))
+            except ValueError as error:
+                raise ValueError(f"entry {position}: {error}") from None
+        return rewards
 
     @property
     def generator(self) -> str | None:
@@ -128,12 +142,34 @@ class ProblemsConfig(Strict):
         found = [setting for setting, value in values if isinstance(value, kinds) and str(value).startswith(GIVEN)]
         return list(dict.fromkeys(found))
 
+    def doubt(self, min_reward: float) -> str | None:
+        """A sentence if the weights of the rewards do not go with the smallest reward of a right answer.
+
+        It takes functions to return 1 at most, which nothing demands.
+        """
+        weights = {str(each.name).rpartition(":")[2].strip(): max(each.weight, 0.0) for each in self.reward}
+        weights.pop("soft_overlong", None)
+        if not weights or min_reward <= 0:  # chosen on purpose
+            return None
+        first, total = max(weights, key=lambda name: weights[name]), fsum(weights.values())
+        advice = "Change the weights or algorithm.imitation.min_reward."
+        if total < min_reward:
+            found = f"The weights of the rewards add up to {total:g}, and an answer is right from {min_reward:g} on"
+            return f"{found}: nothing will be imitated, unless a function returns more than 1. {advice}"
+        if fsum(weight for name, weight in weights.items() if name != first) >= min_reward:
+            found = f"Answers that are wrong for {first} may be imitated: other rewards alone reach {min_reward:g}"
+            return f"{found}, from which on an answer is right. {advice}"
+        return None
+
     def check_problems(self) -> None:
         """Raise ValueError unless the settings say where problems come from and how answers are verified."""
-        if (self.name is None) == (self.train is None):
+        if self.name is None and self.train is None:
+            other = "or give name: arithmetic, or gym:GENERATOR"
+            raise ValueError(f"train is missing: a file, a hub id or, from Python, rows; {other}")
+        if self.name is not None and self.train is not None:
             raise ValueError("give either name (arithmetic, or gym:GENERATOR) or train (a file), not both")
         if self.name is None and not self.reward:
-            raise ValueError("reward is missing: exact, math or module:function")
+            raise ValueError("reward is missing: exact, math, module:function or, from Python, a function")
         if self.reward and all(reward.name == "soft_overlong" for reward in self.reward):
             raise ValueError("soft_overlong is a penalty beside a reward: add exact, math or module:function")
         if self.name is not None and self.reward:

@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Console
 
-from hacrl import files
 from hacrl.agents.loading import resolve_model
 from hacrl.config import AgentConfig, checked
 from hacrl.config.settings import apply_overrides
@@ -22,8 +21,8 @@ from hacrl.errors import UserError, warn
 from hacrl.evaluation.answers import Answerer, Judge, answer_line
 from hacrl.evaluation.figures import NO_ROOM, Figure, Line, by_problem_with_votes, figure, summary
 from hacrl.evaluation.options import Options
-from hacrl.evaluation.subjects import agents_of, check_model, is_run
-from hacrl.files import NUMBER, Kind, read_object
+from hacrl.evaluation.subjects import check_model, evaluated_agents, is_run
+from hacrl.files import NUMBER, Kind, read_lines, read_object
 from hacrl.seeding import EVALUATE, derive_seed
 from hacrl.signs import Activity, doing
 from hacrl.statistics import Array, mean_over_sets
@@ -90,7 +89,7 @@ def _subjects(target: str, options: Options) -> tuple[list[AgentConfig], int, Pa
     """Whom to evaluate, the seed, and the usual folder for the results."""
     seed = 0
     if is_run(target) or options.config is not None:
-        config, agents = agents_of(target, options.config or "", options.checkpoint)
+        config, agents = evaluated_agents(target, options.config or "", options.checkpoint)
         seed = config.seed if is_run(target) else 0
     else:
         check_model(target, options.checkpoint)
@@ -224,9 +223,9 @@ class EvaluationDir:
         write_atomically(self.summary_file, json.dumps(self.contents, indent=2, allow_nan=False) + "\n")
 
 
-def read_lines(path: Path) -> list[Line]:
+def completions_in(path: Path) -> list[Line]:
     """The whole lines of a file; what an interruption cut off is not there."""
-    return files.read_lines(path, COMPLETION) if path.is_file() else []
+    return read_lines(path, COMPLETION) if path.is_file() else []
 
 
 def _placed(places: Sequence[Place], answers: Sequence[Line]) -> dict[Place, Line]:
@@ -260,7 +259,7 @@ class Evaluation:
     def _groups(self, job: Job, k: int, temperature: float, path: Path) -> list[list[Line]]:
         """The completions of each problem; those that the file does not hold yet are sampled and judged."""
         places = [[(problem.id, index) for index in range(k)] for problem in job.set.problems]
-        lines = {(line["prompt_id"], line["index"]): line for line in read_lines(path)}
+        lines = {(line["prompt_id"], line["index"]): line for line in completions_in(path)}
         if not lines.keys() >= {place for own in places for place in own}:
             with doing(f"{job.agent.id}: {job.set.name}", k * len(places)) as activity:
                 lines = self._sample(job, k, temperature, path, lines, activity)

@@ -1,4 +1,4 @@
-"""A check of the verifier on a benchmark's own answers: right ones must be right, and others' wrong."""
+"""Checks the verifier on a benchmark's own answers: each must be right for its problem and wrong for another one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hacrl.errors import UserError
 from hacrl.evaluation.answers import Answerer
-from hacrl.evaluation.subjects import agents_of
+from hacrl.evaluation.subjects import evaluated_agents
 from hacrl.signs import doing
 from hacrl.statistics import reward_interval
 from hacrl.tasks import build_task, refuse_gone
@@ -41,7 +41,7 @@ def evaluate_target(
         raise UserError(f"{output} already exists. Choose another --output.")
     if output is not None and not output.parent.is_dir():
         raise UserError(f"There is no folder {output.parent} for --output.")
-    config, agents = agents_of(target, config_source, step)
+    config, agents = evaluated_agents(target, config_source, step)
     files = f"`hacrl eval {agents[0].model} --config YAML` measures a model on the task of a YAML file"
     refuse_gone(config.task, f"{files}, and --benchmarks needs no task.")
     task_config = config.task.model_copy(update={"eval_size": num_problems} if num_problems else {})
@@ -60,10 +60,8 @@ def evaluate_target(
             for part in (None, *sorted({problem.part for problem in problems if problem.part is not None})):
                 rewards = [answer["reward"] for answer in answers if part in (None, answer["part"])]
                 judged = [reward for reward in rewards if reward is not None]
-                mean, counts = (
-                    sum(judged) / len(judged) if judged else math.nan,
-                    (len(rewards), len(rewards) - len(judged)),
-                )
+                mean = sum(judged) / len(judged) if judged else math.nan
+                counts = len(rewards), len(rewards) - len(judged)
                 yield Accuracy(agent.id, agent.model, part, mean, *reward_interval(judged), *counts)
     if output is not None:
         write_atomically(output, "".join(to_json(line) + "\n" for line in lines))

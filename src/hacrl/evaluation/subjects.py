@@ -19,7 +19,7 @@ def config_of(target: str, config_source: str) -> RunConfig:
     return RunDir.open(target).config() if is_run(target) else RunConfig.load(config_source)
 
 
-def agents_of(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
+def evaluated_agents(target: str, config_source: str, step: int | None) -> tuple[RunConfig, list[AgentConfig]]:
     """The agents of a run as they were at a checkpoint, or a model with the settings of the config's first agent."""
     if not is_run(target):
         check_model(target, step)

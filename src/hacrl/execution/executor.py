@@ -34,6 +34,10 @@ class Timed(Generic[Answer]):
     seconds: float
 
 
+OnSampled = Callable[[list[Timed[list[Rollout]]]], None]
+"""Receives the rollouts of all agents as soon as they are complete."""
+
+
 class Executor(ABC):
     """Runs calls on the agents. Answers are lists with one entry for each agent."""
 
@@ -67,16 +71,10 @@ class Executor(ABC):
 
     @abstractmethod
     def sample_and_learn(
-        self,
-        problems: Sequence[Problem],
-        step: int,
-        lessons: Sequence[Lesson],
-        on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
+        self, problems: Sequence[Problem], step: int, lessons: Sequence[Lesson], on_sampled: OnSampled
     ) -> list[Timed[LearnResult]]:
         """Every agent samples for `step`, then learns from its lesson of the step before, without waiting for others.
-
-        `on_sampled` receives all rollouts as soon as they are complete, while agents learn.
-        """
+        `on_sampled` is called while agents learn."""
 
     def answer(self, problems: Sequence[Problem], sampled: bool = False) -> list[Timed[list[str]]]:
         """Greedy answers of each agent, or answers sampled as in training."""

@@ -12,7 +12,7 @@ from hacrl.agents.loading import Bases
 from hacrl.agents.processes import ShardedAgent
 from hacrl.config import RunConfig
 from hacrl.decoder.parallel import use_threads
-from hacrl.execution.executor import Executor, Timed, files_of
+from hacrl.execution.executor import Executor, OnSampled, Timed, files_of
 from hacrl.execution.memory import keep_freed_memory, measured, peak_resident_gib
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
@@ -52,11 +52,7 @@ class LocalExecutor(Executor):
             return list(pool.map(work, self.agents))
 
     def sample_and_learn(
-        self,
-        problems: Sequence[Problem],
-        step: int,
-        lessons: Sequence[Lesson],
-        on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
+        self, problems: Sequence[Problem], step: int, lessons: Sequence[Lesson], on_sampled: OnSampled
     ) -> list[Timed[LearnResult]]:
         sampled: list[Future[Timed[list[Rollout]]]] = [Future() for _ in self.agents]
 

@@ -18,7 +18,7 @@ from hacrl.agents.agent import state_of
 from hacrl.agents.processes import Member, joined
 from hacrl.config import AgentConfig, ResourcesConfig, RunConfig
 from hacrl.errors import UserError, warn
-from hacrl.execution.executor import AgentLost, Executor, Timed, files_of
+from hacrl.execution.executor import AgentLost, Executor, OnSampled, Timed, files_of
 from hacrl.execution.memory import peak_resident_gib
 from hacrl.learners.lesson import LearnResult, Lesson
 from hacrl.rollouts.rollout import Rollout
@@ -34,7 +34,7 @@ except ImportError:
     raise UserError("execution: ray needs the package ray. Install it with `pip install 'hacrl[ray]'`.") from None
 
 from hacrl.execution import private_ray
-from hacrl.execution.ray_process import CHUNK, AgentProcess, Key, Reply, SamplerProcess, answer_of
+from hacrl.execution.ray_process import CHUNK, AgentProcess, AgentReply, Key, SamplerProcess, answer_of
 
 LOST = (
     exceptions.RayActorError,
@@ -49,7 +49,7 @@ NOTICE = 30.0
 
 
 @dataclass
-class Worker:
+class RemoteRank:
     """The driver's handle of one process of an agent."""
 
     agent: int
@@ -64,7 +64,7 @@ class RayExecutor(Executor):
     def __init__(self, config: RunConfig, on_agent: Callable[[str, bool], None] | None = None) -> None:
         super().__init__(config, on_agent)
         self.resident = [0.0] * len(self.ids)
-        self.workers: list[Worker] = []
+        self.workers: list[RemoteRank] = []
         self.samplers: list[Any] = []
         self.folder: Path | None = None
         """Folder with sockets and logs of a private Ray instance; None with a cluster."""
@@ -139,16 +139,16 @@ class RayExecutor(Executor):
                 raise UserError(self._no_room())
         for k, agent in enumerate(self.agents):
             for rank in range(agent.fsdp):
-                where = options(f"{agent.id}:{rank}", agent.resources, groups[agent.id], rank)
+                where = actor_options(f"{agent.id}:{rank}", agent.resources, groups[agent.id], rank)
                 process = ray.remote(AgentProcess).options(**where)
-                self.workers.append(Worker(k, rank, process.remote(agent.resources.num_cpus)))
+                self.workers.append(RemoteRank(k, rank, process.remote(agent.resources.num_cpus)))
             sampler = None
             if agent.resources.sampler is not None:
-                where = options(f"{agent.id}:sampler", agent.resources.sampler, groups[agent.id], agent.fsdp)
+                where = actor_options(f"{agent.id}:sampler", agent.resources.sampler, groups[agent.id], agent.fsdp)
                 sampler = ray.remote(SamplerProcess).options(**where).remote()
             self.samplers.append(sampler)
 
-    def _meeting_point(self, first: Worker) -> str:
+    def _meeting_point(self, first: RemoteRank) -> str:
         """URL at which the ranks of an agent find each other; "" for a single rank."""
         if self.agents[first.agent].fsdp == 1:
             return ""
@@ -157,7 +157,7 @@ class RayExecutor(Executor):
         assert first.place is not None
         return f"tcp://{first.place[1]}:{self._get(first, first.actor.free_port.remote())}"
 
-    def _member(self, worker: Worker, meeting_point: str) -> Member:
+    def _member(self, worker: RemoteRank, meeting_point: str) -> Member:
         common = (self.config.algorithm, self.config.seed, self.config.trace)
         return Member(self.agents[worker.agent], worker.agent, *common, worker.rank, meeting_point)
 
@@ -202,11 +202,7 @@ class RayExecutor(Executor):
         return self._each("learn", lambda worker: packed[worker.agent])
 
     def sample_and_learn(
-        self,
-        problems: Sequence[Problem],
-        step: int,
-        lessons: Sequence[Lesson],
-        on_sampled: Callable[[list[Timed[list[Rollout]]]], None],
+        self, problems: Sequence[Problem], step: int, lessons: Sequence[Lesson], on_sampled: OnSampled
     ) -> list[Timed[LearnResult]]:
         shared, packed = ray.put(problems), packed_lessons(lessons)
         sampling = [worker.actor.call.remote("sample_ahead", shared, step) for worker in self.workers]
@@ -249,12 +245,12 @@ class RayExecutor(Executor):
 
     # --- calls -------------------------------------------------------------------------------------
 
-    def _near(self, worker: Worker, folder: Path) -> str | None:
+    def _near(self, worker: RemoteRank, folder: Path) -> str | None:
         """The folder if the process is on this node and can reach it, else None."""
         assert worker.place is not None
         return str(folder) if worker.place[0] == self.node else None
 
-    def _each(self, name: str, args: Callable[[Worker], tuple[Any, ...]]) -> list[Timed[Any]]:
+    def _each(self, name: str, args: Callable[[RemoteRank], tuple[Any, ...]]) -> list[Timed[Any]]:
         asked = [getattr(worker.actor, name).remote(*args(worker)) for worker in self.workers]
         return self._gather(name, asked)
 
@@ -262,7 +258,7 @@ class RayExecutor(Executor):
         """Collect each agent's answer from the replies of its processes; the first process that fails ends the wait."""
         for agent_id in self.ids:
             self.on_agent(agent_id, True)
-        replies: list[dict[int, Reply]] = [{} for _ in self.ids]
+        replies: list[dict[int, AgentReply]] = [{} for _ in self.ids]
         waiting = dict(zip(asked, self.workers, strict=True))
         while waiting:
             (ready,), _ = ray.wait(list(waiting))
@@ -291,14 +287,14 @@ class RayExecutor(Executor):
             answers.append(Timed(answer, max(reply.seconds for reply in parts)))
         return answers
 
-    def _get(self, worker: Worker, asked: Any) -> Any:
+    def _get(self, worker: RemoteRank, asked: Any) -> Any:
         try:
             return answer_of(asked)
         except LOST as error:
             where = f" (process {worker.place[2]} on {worker.place[1]})" if worker.place else ""
             self.lost = True
             logs = f" Ray's logs are in {self.folder}." if self.folder is not None else ""
-            raise AgentLost(f"Agent {self.ids[worker.agent]}{where} was lost: {reason(error)}.{logs}") from error
+            raise AgentLost(f"Agent {self.ids[worker.agent]}{where} was lost: {what_happened(error)}.{logs}") from error
 
 
 def bundle(resources: ResourcesConfig) -> dict[str, float]:
@@ -313,7 +309,7 @@ def bundles(agent: AgentConfig) -> list[dict[str, float]]:
     return [bundle(agent.resources)] * agent.fsdp + ([] if sampler is None else [bundle(sampler)])
 
 
-def options(name: str, resources: ResourcesConfig, group: Any, place: int) -> dict[str, Any]:
+def actor_options(name: str, resources: ResourcesConfig, group: Any, place: int) -> dict[str, Any]:
     """Ray's options for an actor in one bundle of a placement group."""
     return {
         "name": name,
@@ -336,7 +332,7 @@ def written(amounts: dict[str, float]) -> str:
 
 def packed_lessons(lessons: Sequence[Lesson]) -> list[tuple[Any, ...]]:
     """Arguments of `AgentProcess.learn`, with rollouts as references to one stored object for each source."""
-    keys = [[(r.source, r.prompt_index, r.index) for r in lesson.rollouts] for lesson in lessons]
+    keys = [[rollout.key for rollout in lesson.rollouts] for lesson in lessons]
     parts: defaultdict[int, dict[Key, Rollout]] = defaultdict(dict)
     for own, lesson in zip(keys, lessons, strict=True):
         for key, rollout in zip(own, lesson.rollouts, strict=True):
@@ -348,7 +344,7 @@ def packed_lessons(lessons: Sequence[Lesson]) -> list[tuple[Any, ...]]:
     ]
 
 
-def reason(error: Exception) -> str:
+def what_happened(error: Exception) -> str:
     """The line of Ray's error message that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "died" in line.lower() and not line.startswith("The actor died unexpectedly")]

@@ -31,7 +31,7 @@ Key = tuple[int, int, int]
 
 
 @dataclass
-class Reply:
+class AgentReply:
     """Reply of an agent's process to a call."""
 
     value: Any
@@ -43,7 +43,7 @@ class Reply:
     warnings: list[str]
 
 
-class Kept(logging.Handler):
+class WarningsKept(logging.Handler):
     """Logging handler that keeps warnings until they are sent with the next reply."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class AgentProcess:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         keep_freed_memory()
-        self.warnings = Kept()
+        self.warnings = WarningsKept()
         logging.getLogger("hacrl").addHandler(self.warnings)
         self.files: tempfile.TemporaryDirectory[str] | None = None
 
@@ -73,7 +73,7 @@ class AgentProcess:
             port: int = server.getsockname()[1]
         return port
 
-    def open(self, version: str, member: Member, sampler: Any) -> Reply:
+    def open(self, version: str, member: Member, sampler: Any) -> AgentReply:
         """Load the model. `sampler` is a `SamplerProcess` or None."""
         if version != __version__:
             raise UserError(
@@ -85,15 +85,15 @@ class AgentProcess:
         self.agent = member.agent(remote)
         return self._reply(lambda: None)
 
-    def call(self, name: str, *args: Any) -> Reply:
+    def call(self, name: str, *args: Any) -> AgentReply:
         return self._reply(lambda: self.member.ask(self.agent, name, *args))
 
-    def learn(self, lesson: Lesson, keys: list[Key], *parts: dict[Key, Rollout]) -> Reply:
+    def learn(self, lesson: Lesson, keys: list[Key], *parts: dict[Key, Rollout]) -> AgentReply:
         """Learn from a lesson whose rollouts, in the order of `keys`, are in `parts`."""
         known = {key: rollout for part in parts for key, rollout in part.items()}
         return self.call("learn", replace(lesson, rollouts=[known[key] for key in keys]))
 
-    def save(self, folder: str | None) -> Reply:
+    def save(self, folder: str | None) -> AgentReply:
         """Save the agent into this folder; without a folder, into temporary files that `read` returns."""
         if folder is None:
             self.files = tempfile.TemporaryDirectory(prefix="hacrl-")
@@ -119,7 +119,7 @@ class AgentProcess:
         with path.open("ab") as file:
             file.write(chunk)
 
-    def load(self, folder: str | None) -> Reply:
+    def load(self, folder: str | None) -> AgentReply:
         return self.call("load", *files_of(Path(folder or self._root), self.member.config.id))
 
     def forget_files(self) -> None:
@@ -132,10 +132,10 @@ class AgentProcess:
         assert self.files is not None
         return Path(self.files.name)
 
-    def _reply(self, work: Callable[[], Any]) -> Reply:
+    def _reply(self, work: Callable[[], Any]) -> AgentReply:
         value, seconds, peak = measured(self.agent.device, work)
         warnings, self.warnings.messages = self.warnings.messages, []
-        return Reply(value, seconds, peak, peak_resident_gib(), warnings)
+        return AgentReply(value, seconds, peak, peak_resident_gib(), warnings)
 
 
 class SamplerProcess:

@@ -1,4 +1,4 @@
-"""The own and the foreign part of a gradient that is added up in one place: their norms, without a copy of a part."""
+"""The norms of the own and the foreign part of a gradient, although both are added up in one place."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from hacrl.learners.ranks import Ranks
 
 EXACT = 250_000_000
-"""Up to so many numbers a gradient is copied; of a larger one a sketch is kept."""
+"""A gradient of at most this many numbers is copied; of a larger one, a sketch is kept."""
 SKETCH = 1 << 22
 """Numbers in a sketch: 16 MiB."""
 
 
 class Parts:
-    """Norms of the part of a gradient that is there already, and of the part that is added to it later.
+    """The norm of the first part of a gradient, and of the second part, which is added to it later.
 
     Up to `EXACT` numbers, the first part is copied. Of a larger gradient g a linear sketch S(g) is kept: the sketch of
     the second part is S(both) - S(first), and its squared norm is that of the part without bias, with a relative

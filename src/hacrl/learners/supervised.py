@@ -18,11 +18,10 @@ from hacrl.signs import doing
 
 ALWAYS_SOLVED = 1e-3
 """Added to 1 - m, so that answers to prompts that the learner always solves are drawn, though hardly ever."""
-
-
 FULL_RATE_FROM = 100
-"""Updates of an imitation at the middle or end of a run from which it has its full rate; with fewer, the rate is lower
-in proportion. The first updates of a new optimizer are rough, and a few of them at the full rate do harm."""
+"""An imitation at the middle or end of a run has its full rate if it makes at least this many updates; with fewer, the
+rate is lower in proportion. The first updates of a new optimizer are rough, and a few of them at the full rate do harm.
+"""
 
 
 @dataclass(frozen=True)

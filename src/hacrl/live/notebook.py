@@ -12,7 +12,7 @@ STYLE = "line-height: normal; overflow-x: auto; white-space: pre"
 
 
 class NotebookTable:
-    """Shows lines in the output of a cell; has those methods of rich's `Live` that we use."""
+    """Shows lines in the output of a cell. It has the methods of rich's `Live` that we use."""
 
     def __init__(self, lines: Callable[[], list[Text]]) -> None:
         self._lines = lines

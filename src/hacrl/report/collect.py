@@ -19,6 +19,7 @@ from hacrl.config.settings import read_source
 from hacrl.config.task import part_label
 from hacrl.errors import UserError
 from hacrl.files import mismatch
+from hacrl.study.results import mean
 from hacrl.training.records import Costs, read_study
 from hacrl.training.run_dir import RunDir
 
@@ -314,13 +315,8 @@ def thin(series: dict[str, list[float | None]], points: int) -> dict[str, list[f
         width = max(math.ceil(len(values) / points), 1)
         parts = [values[i : i + width] for i in range(0, len(values), width)]
         cumulative = name.rpartition("/")[2] in CUMULATIVE
-        thinned[name] = [rounded(last(part) if cumulative or width == 1 else average(part)) for part in parts]
+        thinned[name] = [rounded(last(part) if cumulative or width == 1 else mean(part)) for part in parts]
     return thinned
-
-
-def average(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 def rounded(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """What all engines share: their interface, and the way from logits to tokens and to completions."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder.packing import Texts
-from hacrl.errors import TrainingDiverged
+from hacrl.errors import TrainingDiverged, warn
 from hacrl.rollouts.rollout import Completion
+from hacrl.signs import advance
 
 STOP_MARGIN = 8
 """Tokens that are decoded beyond one for each byte of the stop string, because decoding may change at the cut."""
@@ -31,6 +33,61 @@ class Engine(Protocol):
     def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         """Return `num_generations` completions for each prompt. The same seed gives the same completions."""
         ...
+
+    def release(self) -> None:
+        """Give back memory that only makes the next sampling faster."""
+        ...
+
+
+class OneDoesNotFit(torch.OutOfMemoryError):
+    """Raised if memory does not hold a single completion."""
+
+
+class LocalEngine(ABC):
+    """What the engines of this process have in common: when memory runs out, they sample fewer completions at once."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int, who: str = "Sampling") -> None:
+        """`batch_size` bounds how many completions are sampled at once. `who` begins a message about memory."""
+        self.tokenizer, self.stop_ids, self.batch_size, self.who = tokenizer, list(stop_ids), batch_size, who
+        self._counted = 0
+
+    @torch.no_grad()
+    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
+        while True:
+            self._counted = 0
+            try:
+                return self._sample(prompts, params, seed)
+            except OneDoesNotFit:
+                raise
+            except torch.OutOfMemoryError as error:
+                rows = min(self.batch_size, len(prompts) * params.num_generations)
+                if rows == 1:
+                    raise OneDoesNotFit(f"{self.who}: a single completion does not fit into memory: {error}") from error
+            # Only here the error is gone, and with it the memory that its frames held.
+            self.batch_size = rows // 2
+            self.forget()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._count(-self._counted)
+            warn(
+                f"{self.who}: out of memory while sampling; from now on at most {self.batch_size} completions are "
+                "sampled at once (sampling_batch_size)."
+            )
+
+    @abstractmethod
+    def _sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]: ...
+
+    def _count(self, completions: int) -> None:
+        """Count completions that are finished, for those who watch."""
+        self._counted += completions
+        advance(completions)
+
+    def release(self) -> None:
+        """Give back memory that only makes the next sampling faster."""
+
+    def forget(self) -> None:
+        """Give back all memory."""
+        self.release()
 
 
 def require_finite(logits_PV: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Chooses the engine that samples from a policy; `GenerateEngine` works with any model, and others are faster."""
 
-from collections.abc import Sequence
 from contextlib import suppress
+from os import environ
 from typing import Any
 
 import torch
@@ -12,39 +12,63 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from hacrl.decoder.packing import Texts
 from hacrl.decoder.plain import pad
 from hacrl.decoder.policy import Policy
-from hacrl.rollouts.engine import Engine, SamplingParams, choose_tokens, cut_off, require_finite, uniform_numbers
+from hacrl.errors import UserError
+from hacrl.rollouts.engine import (
+    Engine,
+    LocalEngine,
+    SamplingParams,
+    choose_tokens,
+    cut_off,
+    require_finite,
+    uniform_numbers,
+)
 from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.rollout import Completion
-from hacrl.signs import advance
+
+CUDA_ENGINE = "HACRL_CUDA_ENGINE"
+"""Environment variable that chooses the engine on CUDA: `graphed`, or `paged`, which has not run on a GPU yet."""
 
 
 def engine_of(policy: Policy, tokenizer: Tokenizer) -> Engine:
     """Return the fastest engine for this policy on its device; `generate` if the decoder cannot drive the model."""
-    common = (tokenizer, policy.stop_ids, policy.config.sampling_batch_size)
+    common: Any = (tokenizer, policy.stop_ids, policy.config.sampling_batch_size, f"Agent {policy.config.id}")
     if policy.backbone is None:
         return GenerateEngine(policy.model, *common)
     if policy.backbone.device.type == "cuda":
         with suppress(ImportError):  # its kernels need Triton
-            from hacrl.rollouts.graphed import GraphedEngine
-
-            return GraphedEngine(policy.backbone, *common)
+            engine: Engine = cuda_engine()(policy.backbone, *common)
+            return engine
     return NativeEngine(policy.backbone, *common)
 
 
-class GenerateEngine:
+def cuda_engine() -> Any:
+    """The class of the engine that samples on CUDA."""
+    chosen = environ.get(CUDA_ENGINE, "graphed")
+    if chosen == "paged":
+        from hacrl.rollouts.paged import PagedEngine
+
+        return PagedEngine
+    if chosen != "graphed":
+        raise UserError(f"{CUDA_ENGINE}={chosen}: unknown engine; choose graphed or paged.")
+    from hacrl.rollouts.graphed import GraphedEngine
+
+    return GraphedEngine
+
+
+class GenerateEngine(LocalEngine):
     """Samples with transformers' `generate`: for models that the native engine cannot drive, and to compare with it."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
-        self.model, self.tokenizer, self.stop_ids, self.batch_size = model, tokenizer, list(stop_ids), batch_size
+    def __init__(self, model: Any, *common: Any) -> None:
+        super().__init__(*common)
+        self.model = model
 
-    @torch.no_grad()
-    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def _sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         G = params.num_generations
         rows = list(range(len(prompts) * G))
         completions: list[Completion] = []
         for start in range(0, len(rows), self.batch_size):
             completions += self._generate(prompts, rows[start : start + self.batch_size], params, seed)
-            advance(len(completions) - start)
+            self._count(len(completions) - start)
         return [completions[i * G : (i + 1) * G] for i in range(len(prompts))]
 
     def _generate(self, prompts: Texts, rows: list[int], params: SamplingParams, seed: int) -> list[Completion]:

@@ -13,7 +13,6 @@ from hacrl.decoder.attention import Rule, SharedCache
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
 from hacrl.rollouts.native import Batch, NativeEngine, Sampled
-from hacrl.signs import advance
 
 LOOK_EVERY = 16
 """How many tokens are decoded between two checks for finished rows. Each check waits for the GPU."""
@@ -72,8 +71,10 @@ class Board:
 
 
 class GraphedEngine(NativeEngine):
-    def __init__(self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
-        super().__init__(backbone, tokenizer, stop_ids, batch_size)
+    def __init__(
+        self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int, who: str = "Sampling"
+    ) -> None:
+        super().__init__(backbone, tokenizer, stop_ids, batch_size, who)
         self.board: Board | None = None
         self.moved, self.pool = backbone.moved, torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
@@ -112,7 +113,7 @@ class GraphedEngine(NativeEngine):
             if params.stop:
                 self._stop(board, t + 1, params.stop, stopped, N)
             running = (board.finished_N[board.slot_B[:B]] == 0).nonzero().squeeze(1)
-            advance(N - len(running) - counted)
+            self._count(N - len(running) - counted)
             counted = N - len(running)
             if len(running) == 0:
                 break
@@ -121,7 +122,7 @@ class GraphedEngine(NativeEngine):
                 slots, prompts = board.slot_B[running], board.prompt_B[running]
                 board.place(slots, prompts, board.token_B[running], board.position_B[running], B)
                 graph = self._step_graph(board, B, params)
-        advance(N - counted)
+        self._count(N - counted)
         if params.stop:
             self._stop(board, T, params.stop, stopped, N)
         return Sampled(board.tokens_NT[:N].cpu(), board.logps_NT[:N].cpu(), board.length_N[:N].cpu(), stopped)

@@ -11,9 +11,15 @@ from hacrl.decoder import Backbone
 from hacrl.decoder.attention import Decode, Prefill, SharedCache
 from hacrl.decoder.packing import Texts
 from hacrl.decoder.plain import pad
-from hacrl.rollouts.engine import SamplingParams, choose_tokens, length_at_stop, require_finite, uniform_numbers
+from hacrl.rollouts.engine import (
+    LocalEngine,
+    SamplingParams,
+    choose_tokens,
+    length_at_stop,
+    require_finite,
+    uniform_numbers,
+)
 from hacrl.rollouts.rollout import Completion, FinishReason
-from hacrl.signs import advance
 
 LEAVE_SHARE = 1 / 8
 """Finished rows leave the batch once they are this share of it. Leaving costs a copy of the cache."""
@@ -31,10 +37,10 @@ class Batch:
     """The number of the requested completion that each row samples."""
 
     @classmethod
-    def of(cls, prompts: Texts, wanted: Sequence[int], G: int) -> "Batch":
-        """Make a batch with G completions of each wanted prompt. A prompt that is wanted twice is read once."""
-        index = {prompt: p for p, prompt in enumerate(dict.fromkeys(tuple(prompts[i]) for i in wanted))}
-        pairs = sorted((index[tuple(prompts[i])], i * G + g) for i in wanted for g in range(G))
+    def of(cls, prompts: Texts, rows: Sequence[int], G: int) -> "Batch":
+        """Make a batch of these rows; row i * G + g continues prompt i. A prompt that occurs twice is read once."""
+        index = {prompt: p for p, prompt in enumerate(dict.fromkeys(tuple(prompts[row // G]) for row in rows))}
+        pairs = sorted((index[tuple(prompts[row // G])], row) for row in rows)
         ids_PL, mask_PL = pad(list(index), 0, torch.device("cpu"), left=False)
         return cls(ids_PL, mask_PL.sum(1), torch.tensor([p for p, _ in pairs]), [row for _, row in pairs])
 
@@ -50,22 +56,23 @@ class Sampled:
     """Rows that a stop string ended."""
 
 
-class NativeEngine:
-    def __init__(self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int) -> None:
-        self.backbone, self.tokenizer, self.stop_ids, self.batch_size = backbone, tokenizer, list(stop_ids), batch_size
-        self.cache = SharedCache()
+class NativeEngine(LocalEngine):
+    def __init__(
+        self, backbone: Backbone, tokenizer: Tokenizer, stop_ids: Sequence[int], batch_size: int, who: str = "Sampling"
+    ) -> None:
+        super().__init__(tokenizer, stop_ids, batch_size, who)
+        self.backbone, self.cache = backbone, SharedCache()
 
     def release(self) -> None:
         """Give back the memory of the cache until the next sampling."""
         self.cache = SharedCache()
 
-    @torch.no_grad()
-    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
-        G = params.num_generations
-        # Prompts of about the same length share a batch.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        size = max(self.batch_size // G, 1)
-        batches = [Batch.of(prompts, order[start : start + size], G) for start in range(0, len(order), size)]
+    def _sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
+        G, size = params.num_generations, self.batch_size
+        # Prompts of about the same length share a batch, and a prompt's completions too if they fit.
+        rows = [i * G + g for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for g in range(G)]
+        size = size // G * G or size
+        batches = [Batch.of(prompts, rows[start : start + size], G) for start in range(0, len(rows), size)]
         with self.backbone.driven():
             results = [self._decode(batch, params, seed) for batch in batches]
         completions: dict[int, Completion] = {}
@@ -106,7 +113,7 @@ class NativeEngine:
             length_N[row_B[end_B]] = t + 1
             finished_B |= end_B
             finished = int(finished_B.sum())
-            advance(N - len(row_B) + finished - counted)
+            self._count(N - len(row_B) + finished - counted)
             counted = N - len(row_B) + finished
             if finished == len(row_B) or t == T - 1:
                 break
@@ -118,7 +125,7 @@ class NativeEngine:
             hidden_B1D = self.backbone.hidden(token_B[:, None], position_B1, decode)
             logits_BV = self.backbone.head.logits(hidden_B1D[:, 0])
             decode.t = t + 1
-        advance(N - counted)
+        self._count(N - counted)
         return Sampled(tokens_NT.cpu(), logps_NT.cpu(), length_N.cpu(), stopped)
 
     def _read(self, ids_PL: Tensor, length_P: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ The last token of a prompt is the first that a row reads in a token step, so rea
 two looks at the GPU nothing waits for the host. Random numbers belong to a completion and a position: what is sampled
 does not depend on which rows run beside each other.
 
-No policy uses this engine yet: it is tested in Triton's interpreter and has not run on a GPU.
+It is tested in Triton's interpreter and has not run on a GPU: `engines.CUDA_ENGINE` chooses it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,15 +21,24 @@ from hacrl.decoder.packing import Texts
 from hacrl.decoder.paged import Block, BlockCache, PagedDecode, PagedPrefill
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.board import Board, Columns
-from hacrl.rollouts.engine import SamplingParams, length_at_stop, require_finite, restrict
+from hacrl.rollouts.engine import (
+    LocalEngine,
+    OneDoesNotFit,
+    SamplingParams,
+    length_at_stop,
+    require_finite,
+    restrict,
+)
 from hacrl.rollouts.rollout import Completion, FinishReason
 
 LOOK_EVERY = 16
 """How many tokens are decoded between two looks for finished rows. Each look waits for the GPU."""
 PREFILL_TOKENS = 1 << 14
 """How many prompt tokens, padding included, are read at once."""
-MARGIN = 1 << 30
-"""Bytes of free memory that the cache leaves to activations, besides those of the logits."""
+CAPTURED_TOKENS = 1 << 12
+"""Most prompt tokens of a pass that becomes a graph. A larger one keeps the GPU busy without."""
+MARGIN = 1 << 29
+"""Bytes of free memory that the cache leaves to others, besides what a pass needs."""
 
 
 @dataclass(eq=False)
@@ -67,28 +76,39 @@ class Row:
         return min(self.sampled + LOOK_EVERY, limit) // kernels.BLOCK + 1
 
 
-class PagedEngine:
+class PagedEngine(LocalEngine):
     def __init__(
         self,
         backbone: Backbone,
         tokenizer: Tokenizer,
         stop_ids: Sequence[int],
         batch_size: int,
+        who: str = "Sampling",
         most_bytes: int | None = None,
     ) -> None:
         """`batch_size` bounds how many rows run at once, `most_bytes` the memory of the cache (None: what is free)."""
-        self.backbone, self.tokenizer, self.stop_ids, self.batch_size = backbone, tokenizer, list(stop_ids), batch_size
-        self.most_bytes = most_bytes
+        super().__init__(tokenizer, stop_ids, batch_size, who)
+        self.backbone, self.most_bytes = backbone, most_bytes
         self.cache: BlockCache | None = None
         self.board: Board | None = None
         self.moved, self.pool = backbone.moved, torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self.run_before: set[tuple[object, ...]] = set()
+        self.margin = MARGIN
+        """Bytes of free memory that the cache leaves to others, besides what a pass needs."""
         self.pauses = 0
         """How often a row was paused for lack of memory."""
 
-    @torch.no_grad()
-    def sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
+    def release(self) -> None:
+        """Do nothing: the cache is given back after each sampling, and graphs hold little."""
+
+    def forget(self) -> None:
+        """Give back the memory of captured graphs, and leave more to others from now on."""
+        self.board = None
+        self._drop_graphs()
+        self.margin *= 2
+
+    def _sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         G, limit = params.num_generations, params.max_completion_length
         known: dict[tuple[int, ...], Prompt] = {}
         rows = [
@@ -103,13 +123,10 @@ class PagedEngine:
             try:
                 board = self._board(len(rows), limit, max(len(prompt) for prompt in prompts), seed)
                 stopped = self._run(board, waiting, params)
-                columns = self._results(board, len(rows))
+                results = list(self._results(board, len(rows)))
             finally:
                 self.cache.release()
-        completions = [
-            self._completion(tokens[:length], logps[:length], n in stopped)
-            for n, (tokens, logps, length) in enumerate(zip(*columns, strict=True))
-        ]
+        completions = [self._completion(*result, n in stopped) for n, result in enumerate(results)]
         return [completions[i * G : (i + 1) * G] for i in range(len(prompts))]
 
     def _completion(self, tokens: list[int], logps: list[float], stopped: bool) -> Completion:
@@ -117,11 +134,13 @@ class PagedEngine:
         reason: FinishReason = "stop" if ended or stopped else "length"
         return Completion(tokens, logps, reason, ended)
 
-    def _results(self, board: Board, N: int) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    def _results(self, board: Board, N: int) -> Iterator[tuple[list[int], list[float]]]:
+        """Yield tokens and log-probabilities of each completion."""
         lengths = board.length_N[:N].tolist()
-        T = max(lengths)
         require_finite(board.logps_NT[:N, :1])
-        return board.tokens_NT[:N, :T].tolist(), board.logps_NT[:N, :T].tolist(), lengths
+        columns = (x[:N, : max(lengths)].cpu() for x in (board.tokens_NT, board.logps_NT))
+        for length, tokens_T, logps_T in zip(lengths, *columns, strict=True):
+            yield tokens_T[:length].tolist(), logps_T[:length].tolist()
 
     # --- rows come and go ------------------------------------------------------------------------------
 
@@ -144,6 +163,7 @@ class PagedEngine:
                 row.sampled += steps
                 if done:
                     self._leave(row)
+            self._count(sum(finished))
             going = [place for place, done in enumerate(finished) if not done]
             board.columns.keep(going)
             running = [running[place] for place in going]
@@ -169,8 +189,8 @@ class PagedEngine:
             blocks = self.cache.take(missing) if missing > 0 else []
             if blocks is None:
                 if len(running) == 1:
-                    raise torch.OutOfMemoryError(
-                        f"the cache of one completion with {row.sampled} tokens takes "
+                    raise OneDoesNotFit(
+                        f"{self.who}: the cache of one completion with {row.sampled} tokens takes "
                         f"{len(row.blocks) * self.cache.block_bytes >> 20} MiB, and there is no memory for more."
                     )
                 waiting.appendleft(running.pop())
@@ -207,8 +227,9 @@ class PagedEngine:
             if blocks is None:
                 if others:
                     break
-                raise torch.OutOfMemoryError(
-                    f"the cache of one completion with a prompt of {len(row.prompt.tokens)} tokens does not fit."
+                raise OneDoesNotFit(
+                    f"{self.who}: the cache of one completion with a prompt of {len(row.prompt.tokens)} tokens does "
+                    "not fit into memory."
                 )
             room -= of_prompt + own
             waiting.popleft()
@@ -272,21 +293,30 @@ class PagedEngine:
         L = -(-L // kernels.BLOCK) * kernels.BLOCK
         wanted = (bucket(min(N, self.batch_size)), N, T, L, bucket(max(PREFILL_TOKENS // L, 1)))
         has = self.board.room if self.board else (0,) * len(wanted)
-        limit, head = T, self.backbone.head.weight_VD
-        self.cache.margin = MARGIN + 16 * wanted[0] * head.shape[0] if self.cache.device.type == "cuda" else 0
+        limit = T
+        self.cache.margin = self.margin + self._pass_bytes(wanted[0], L) if self.cache.device.type == "cuda" else 0
         taken = self.cache.take(1)
         if taken is None:
-            raise torch.OutOfMemoryError("there is no memory for the cache of a single completion.")
+            raise OneDoesNotFit(f"{self.who}: there is no memory for the cache of a single completion.")
         (spare,) = taken
         if moved or any(a < b for a, b in zip(has, wanted, strict=True)):
-            self.graphs.clear()
-            self.run_before.clear()
-            self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+            self._drop_graphs()
             rows, N, T, L, P = (max(pair) for pair in zip(has, wanted, strict=True))
             self.board = Board(rows, N, T, L, P, spare, self.stop_ids, self.backbone.device)
         assert self.board is not None
         self.board.reset(limit, seed, spare)
         return self.board
+
+    def _drop_graphs(self) -> None:
+        self.graphs.clear()
+        self.run_before.clear()
+        self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+
+    def _pass_bytes(self, rows: int, L: int) -> int:
+        """Bytes of the activations of prompts that are read at once, and of the logits of a token step."""
+        weight_VD = self.backbone.head.weight_VD
+        V, D = weight_VD.shape
+        return 16 * (rows * V + max(PREFILL_TOKENS, L) * D * weight_VD.element_size())
 
     def _read(self, board: Board, prompts: list[Prompt]) -> None:
         """Store the keys and values of prompts, all but the last token of each."""
@@ -309,7 +339,7 @@ class PagedEngine:
         board.ids_PL[: len(prompts), :L] = torch.tensor(ids).to(device)
         board.table_PM[: len(prompts), : L // kernels.BLOCK] = torch.tensor(table).to(device)
         key = ("prefill", P, L)
-        if key not in self.graphs and key not in self.run_before:
+        if P * L > CAPTURED_TOKENS or (key not in self.graphs and key not in self.run_before):
             self.run_before.add(key)  # a shape that occurs once is not worth a graph
             self._prefill(board, P, L)
             return

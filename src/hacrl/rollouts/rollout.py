@@ -74,6 +74,11 @@ class Rollout:
             )
 
     @property
+    def key(self) -> tuple[int, int, int]:
+        """What identifies the rollout within its step."""
+        return self.source, self.prompt_index, self.index
+
+    @property
     def logp_sum(self) -> float | None:
         """Log-probability of the whole completion for its source; None if the source did not record it."""
         return None if self.logps is None else float(sum(self.logps))

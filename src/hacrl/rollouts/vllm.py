@@ -298,6 +298,9 @@ class VLLMEngine:
         ends = (self.stop_ids, params.stop)
         return [[cut_off(self.tokenizer, tokens, logps, *ends) for tokens, logps in group] for group in groups]
 
+    def release(self) -> None:
+        """Do nothing: vLLM sleeps already."""
+
 
 def require_vllm() -> None:
     """Raise UserError if vLLM is missing, or has a version that is not supported. It is not imported."""

@@ -1,7 +1,7 @@
 """The process that starts the runs of a study: it imports once what takes seconds, and forks for each run.
 
-It answers the study, which sends it what `next_run` describes. It never starts a thread and never uses a GPU, because
-a fork would bear neither.
+It answers the messages of the study, which `next_run` describes. It never starts a thread and never uses a GPU, because
+neither survives a fork.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from hacrl.processes import end_with_parent, hear, tell
 
 Order = tuple[list[str], dict[str, str], Path]
-"""A run that the study wants: arguments of `hacrl train`, changes of the environment, and the log."""
+"""A run to start: arguments of `hacrl train`, changes of the environment, and the log."""
 GRACE = 10.0
 """Seconds that an interrupted run has to end by itself."""
 
@@ -67,7 +67,7 @@ def end(running: set[int]) -> None:
 
 
 def main() -> None:
-    if sys.platform == "linux":  # elsewhere system libraries do not bear a fork; each run imports this itself
+    if sys.platform == "linux":  # elsewhere system libraries may not survive a fork; each run imports this itself
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a package that looks for GPUs must not start CUDA
         import hacrl.agents.agent  # noqa: F401
     import torch

@@ -71,7 +71,7 @@ def collect(
 
 
 def run_row(study: Study, run: Run, summary: Row | None, running: Container[str], errors: dict[str, str]) -> Row:
-    """Which run this is, and how far it is."""
+    """Identity and status of a run."""
     failed = summary is None and run.name in errors
     going_on = "running" if run.name in running else "waiting"
     return {
@@ -93,11 +93,11 @@ def read_gpu_seconds(study: Study) -> dict[str, float]:
     """GPU-seconds by name of the run, as earlier calls of the study wrote them down."""
     file = study.folder / "study.json"
     rows = read_study(file)["runs"] if file.exists() else []
-    found = {name_of(row): seconds for row in rows if (seconds := row.get("gpu_seconds")) is not None}
+    found = {run_name(row): seconds for row in rows if (seconds := row.get("gpu_seconds")) is not None}
     return {run.name: found[run.name] for run in study.runs if run.name in found}
 
 
-def name_of(row: Mapping[str, Any]) -> str:
+def run_name(row: Mapping[str, Any]) -> str:
     """`Run.name` of a row of the results."""
     return f"{row.get('team')}/{row.get('variant')}/seed-{row.get('seed')}"
 
@@ -126,6 +126,7 @@ def total(summary: Row, key: str) -> float | None:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
+    """The mean of what is known; None if nothing is."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else None
 
@@ -168,7 +169,7 @@ def compare(study: Study, agents: list[Row]) -> list[Row]:
 
 
 def is_at(row: Row, team: str, agent: str, variant: str) -> bool:
-    """Whether a row of an agent belongs to a place of the table, in which `ALL` stands for every team or agent."""
+    """Whether an agent's row counts for a comparison, in which `ALL` stands for every team or agent."""
     return row["variant"] == variant and team in (row["team"], ALL) and agent in (row["agent"], ALL)
 
 
@@ -320,7 +321,7 @@ def decisions(study: Study) -> list[str]:
     return told
 
 
-def print_plan(console: Console, study: Study, jobs: int, threads: int) -> None:
+def print_grid(console: Console, study: Study, jobs: int, threads: int) -> None:
     """Print the grid, what each of its runs will cost, and how many are done."""
     columns = ("runs", "done", "rollouts of a run", "rollouts used", "updates")
     table = new_table(study.config.title or study.config.name, "team", "variant", "learner", *columns, **LAYOUT)
@@ -348,7 +349,7 @@ def print_end(console: Console, study: Study, results: Row) -> None:
     seconds = [row["summary"]["seconds"] for row in results["runs"] if row["status"] == "done"]
     done = f"{len(seconds)} of {len(results['runs'])} runs done, {duration(sum(seconds))} of training."
     lines = [f"{done} Files: {study.folder}", *decisions(study)]
-    lines += [f"Failed: {name_of(row)}, see {study.folder / 'logs' / name_of(row)}.log" for row in failed]
+    lines += [f"Failed: {run_name(row)}, see {study.folder / 'logs' / run_name(row)}.log" for row in failed]
     if failed:
         lines.append(f"Try the failed ones again with: hacrl study {study.folder}")
     elif importlib.util.find_spec("plotly") is not None:  # what a report needs

@@ -18,8 +18,7 @@ from hacrl.config.study import StudyConfig
 from hacrl.errors import OUT_OF_MEMORY, UserError
 from hacrl.files import parse_lines, read_bytes
 from hacrl.live.progress import duration
-from hacrl.processes import Child as Process
-from hacrl.processes import how_it_ended
+from hacrl.processes import Child, how_it_ended
 from hacrl.signs import Activity, Display, doing
 from hacrl.study.grid import Run, Study
 from hacrl.study.results import collect, read_gpu_seconds, write_results
@@ -55,7 +54,7 @@ class Places:
 
 
 @dataclass
-class Child:
+class RunProcess:
     """The process of a run."""
 
     run: Run
@@ -177,14 +176,14 @@ class Runner:
         """How many runs each GPU may have at once; fewer after they ran out of memory."""
         self.retries: Counter[str] = Counter()
         self.waiting = [run for run in study.runs if run.summary is None]
-        self.children: list[Child] = []
-        self.starter: Process | None = None
+        self.children: list[RunProcess] = []
+        self.starter: Child | None = None
         """The process that forks the runs; see child.py."""
         self.errors: dict[str, str] = {}
         """The last lines of each run that failed."""
         self.gpu_seconds = read_gpu_seconds(study)
         self.looked = time.monotonic()
-        self.view = View(study, console, len(study.runs) - len(self.waiting))
+        self.view = StudyProgress(study, console, len(study.runs) - len(self.waiting))
         self.busy = 0.0
         """Seconds of the runs that ended since the study was called."""
         self.work = 0.0
@@ -231,7 +230,7 @@ class Runner:
         free = (job for job in range(self.places.jobs) if job not in taken)
         return next((job for job in free if crowd[self.places.of(job)] < self.room[self.places.of(job)]), None)
 
-    def start(self, run: Run, job: int) -> Child:
+    def start(self, run: Run, job: int) -> RunProcess:
         log = self.study.folder / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         if run.started:
@@ -242,11 +241,11 @@ class Runner:
         gpu = {"CUDA_VISIBLE_DEVICES": self.places.gpus[self.places.of(job)]} if self.places.gpus else {}
         position = log.stat().st_size if log.exists() else 0
         if self.starter is None:
-            self.starter = Process("hacrl.study.child", str(self.study.folder), threads=self.places.threads)
+            self.starter = Child("hacrl.study.child", str(self.study.folder), threads=self.places.threads)
         pid = self.starter.ask((arguments, gpu, log))
-        return Child(run, pid, job, log, position, time.monotonic(), last_step(run))
+        return RunProcess(run, pid, job, log, position, time.monotonic(), last_step(run))
 
-    def end(self, child: Child, code: int) -> None:
+    def end(self, child: RunProcess, code: int) -> None:
         self.close(child)
         starved = code == OUT_OF_MEMORY and child.at_once > 1
         if starved and self.retries[child.run.name] < RETRIES:
@@ -260,7 +259,7 @@ class Runner:
             self.errors[run.name] = child.last_lines() or f"The process {how_it_ended(code)} and printed nothing."
         self.view.ended(run, seconds, self.errors.get(run.name), self.write())
 
-    def retry(self, child: Child) -> None:
+    def retry(self, child: RunProcess) -> None:
         """Try a run again later, beside fewer others."""
         place, name = self.places.of(child.job), child.run.name
         self.room[place] = min(self.room[place], child.at_once - 1)
@@ -281,7 +280,7 @@ class Runner:
         write_results(self.study, results)
         return results
 
-    def close(self, child: Child) -> None:
+    def close(self, child: RunProcess) -> None:
         self.children.remove(child)
         if self.places.gpus:
             name = child.run.name
@@ -325,7 +324,7 @@ def last_step(run: Run) -> int:
 # --- what a person sees --------------------------------------------------------------------------------------------
 
 
-class View:
+class StudyProgress:
     """Shows progress: a line for each run that goes on in a terminal, one line for all of them elsewhere."""
 
     def __init__(self, study: Study, console: Console, done: int) -> None:

@@ -106,10 +106,13 @@ def call(function: RewardFunction, arguments: dict[str, Any]) -> list[float | No
     """Call the function; Unusable unless it returns a number within `LARGEST`, or None, for each completion."""
     count = len(arguments["completions"])  # before the function may change it
     values = function(**arguments)
+    if hasattr(values, "tolist"):  # an array of numpy, a tensor of torch
+        values = values.tolist()
     if not isinstance(values, list | tuple):
         raise Unusable(f"returned a {type(values).__name__}, expected a list of {count} numbers or None")
     if len(values) != count:
         raise Unusable(f"returned {len(values)} values, expected {count}, one for each completion")
+    values = [value.item() if hasattr(value, "item") else value for value in values]  # numbers of numpy and torch
     for index, value in enumerate(values):
         size: Any = abs(value) if isinstance(value, numbers.Real) else math.nan
         if value is not None and not size <= LARGEST:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, TypeGuard, TypeVar
 
@@ -134,8 +135,10 @@ def is_on_hub(source: str | GivenRows) -> TypeGuard[str]:
 
 
 def count_rows(source: str) -> int | None:
-    """Number of rows of a local file; None for other data, which would have to be loaded first."""
-    return sum(1 for _ in read_rows(source, "train", None)) if Path(source).expanduser().is_file() else None
+    """Number of rows of a local file; None for a folder or the hub, whose data would have to be loaded first."""
+    if is_on_hub(source) or Path(source).expanduser().is_dir():
+        return None
+    return sum(1 for _ in read_rows(source, "train", None))
 
 
 def read_rows(source: str | GivenRows, split: str, subset: str | None, key: str = "") -> Iterable[tuple[str, Row]]:
@@ -266,9 +269,9 @@ def _answer(row: Row, place: str) -> str:
     answer = next((answer for answer in _answers(row, place) if not is_missing(answer)), None)
     if answer is None:
         raise UserError(_lacks(row, place, "answer", ANSWER_COLUMNS))
-    if isinstance(answer, float) and answer.is_integer():
-        return str(int(answer))
-    if isinstance(answer, str | int | float | Decimal):
+    if isinstance(answer, Real) and not isinstance(answer, bool) and answer == answer // 1:
+        return str(math.floor(answer))
+    if isinstance(answer, str | Real | Decimal):
         return str(answer)
     raise UserError(
         f"{place}: the answer is a {type(answer).__name__}, expected text or a number. Every column reaches the "
@@ -292,7 +295,9 @@ def is_missing(value: object) -> bool:
     """Whether a value is null, NaN, an empty list or a blank text."""
     if isinstance(value, float):
         return math.isnan(value)
-    return not value.strip() if isinstance(value, str) else value is None or value == []
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, list) and not value)
 
 
 def _lacks(row: Row, place: str, what: str, understood: Sequence[str]) -> str:

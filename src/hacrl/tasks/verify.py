@@ -82,8 +82,10 @@ class Verifier(ExitStack):
     ) -> None:
         super().__init__()
         names = [_name(reward) for reward, _ in rewards]
-        if not names or len(set(names)) < len(names):
-            raise UserError(f"Expected reward functions with names of their own, got {', '.join(names) or 'none'}.")
+        if not names:
+            raise UserError("Expected at least one reward function, got none.")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"Two reward functions are called {twice}: give each a name of its own, def NAME(...).")
         self._weights = {name: weight for name, (_, weight) in zip(names, rewards, strict=True)}
         self._scorers: dict[str, Scorer] = {}
         with ExitStack() as started:  # ends the processes of the others if a function cannot be loaded
@@ -123,7 +125,7 @@ class Verifier(ExitStack):
                 return Verdict(None, verdict.problem, f"{name} {verdict.detail}", values)
         weighted = [self._weights[name] * value for name, value in values.items() if value is not None]
         judged = any(values[name] is not None for name in values if not isinstance(self._scorers[name], SoftOverlong))
-        total = sum(weighted) if judged else None
+        total = math.fsum(weighted) if judged else None
         if total is not None and not abs(total) <= child.LARGEST:
             summed = f"The weighted sum of the rewards ({', '.join(self._weights)}) is {total:g} for completion {index}"
             expected = f"expected a number from {-child.LARGEST:g} to {child.LARGEST:g}"

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, so that only whole ones are used.
+"""Writes and reads checkpoints; only whole ones are used.
 
 A checkpoint is written into a folder of another name, closed by a marker file with the size and the checksum of every
 file, flushed to disk and renamed. Whatever kills the process, a folder named `checkpoint-<step>` was complete when it

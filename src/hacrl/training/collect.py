@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from hacrl.config import RunConfig
@@ -22,7 +23,7 @@ Answered = tuple[Problem, list[list[Rollout]]]
 
 
 @dataclass
-class Sampled:
+class Collected:
     """Problems with every source's verified rollouts of them: those of the agents come first."""
 
     problems: list[Problem]
@@ -56,7 +57,7 @@ class Collector:
         self.ids = [agent.id for agent in config.agents]
         self.position = 0
         """How many problems of the training stream have been taken."""
-        self.ahead: Sampled | None = None
+        self.ahead: Collected | None = None
         """With overlap: the next step's rollouts, sampled ahead."""
 
     def collect(self, step: int) -> tuple[list[Problem], list[list[Rollout]], dict[str, Any]]:
@@ -68,7 +69,7 @@ class Collector:
         config, wanted = self.config, self.config.prompts_per_step
         metrics: dict[str, Any] = {**self.task.metrics()}
         chosen, spare = list[Answered](), list[Answered]()
-        batches: list[Sampled] = []
+        batches: list[Collected] = []
         for sampling_round in range(config.dynamic_sampling_rounds if config.dynamic_sampling else 1):
             batch = self._next_batch(wanted - len(chosen), {p.id for p, _ in [*chosen, *spare]}, step, sampling_round)
             if batch is None:
@@ -101,13 +102,13 @@ class Collector:
             metrics["prompts_discarded"] = discarded
         return [problem for problem, _ in chosen], rollouts, metrics
 
-    def _observe(self, batches: Sequence[Sampled]) -> None:
+    def _observe(self, batches: Sequence[Collected]) -> None:
         """Tell the task the rewards of its problems, which a curriculum depends on."""
         own = [(batch.problems, batch.rollouts[: len(self.ids)]) for batch in batches]
         sampled = [(problems, rollout) for problems, rollouts in own for rollout in chain.from_iterable(rollouts)]
         self.task.observe([(problems[r.prompt_index], r.reward) for problems, r in sampled if r.reward is not None])
 
-    def _next_batch(self, count: int, known: set[str], step: int, sampling_round: int) -> Sampled | None:
+    def _next_batch(self, count: int, known: set[str], step: int, sampling_round: int) -> Collected | None:
         """Return problems with rollouts: those sampled ahead, else further ones; None if the stream has no new ones."""
         if self.ahead is not None:
             batch, self.ahead = self.ahead, None
@@ -141,7 +142,7 @@ class Collector:
         asked: Asked,
         step: int,
         sampling_round: int,
-    ) -> Sampled:
+    ) -> Collected:
         """Verify what the agents sampled; then what other sources give, which may depend on these rewards."""
         own = [answer.value for answer in sampled]
         spent = self._judge(problems, own)
@@ -149,7 +150,7 @@ class Collector:
         others = [one.rollouts for one in given]
         spent += self._judge(problems, others)
         seconds, figures = [answer.seconds for answer in sampled], [one.figures for one in given]
-        return Sampled(problems, [*own, *others], seconds, spent, figures)
+        return Collected(problems, [*own, *others], seconds, spent, figures)
 
     def _judge(self, problems: list[Problem], rollouts: Sequence[Sequence[Rollout]]) -> float:
         """Give each rollout its reward, unless it has one already; return the seconds that this took."""
@@ -195,5 +196,13 @@ class Collector:
         rollouts = [[Rollout(**rollout) for rollout in own] for own in ahead["rollouts"]]
         problems = self.task.train(self.position - count, count)
         figures = [Counter(own) for own in ahead.get("figures", [])]
-        self.ahead = Sampled(problems, rollouts, ahead["seconds"], ahead["verify_seconds"], figures)
+        self.ahead = Collected(problems, rollouts, ahead["seconds"], ahead["verify_seconds"], figures)
         return all(problems[r.prompt_index].id == r.prompt_id for own in rollouts for r in own)
+
+
+def nothing_verified(rollouts: Sequence[Sequence[Rollout]], folder: Path) -> str:
+    """The error message if no rollout has a reward; `folder` has the lines of the rollouts."""
+    details = [r.verdict["detail"] for own in rollouts for r in own if r.verdict.get("detail")]
+    first = f" The first problem: {details[0]}." if details else ""
+    failed = f"The verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is nothing to learn from."
+    return f"{failed}{first} Check task.reward on one of the lines of {folder}."

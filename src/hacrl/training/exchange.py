@@ -38,7 +38,7 @@ def check_exchange(config: RunConfig, traits: list[Traits], resume: bool) -> Non
 
 
 def _unlike_blocks(agents: dict[str, list[str]]) -> str:
-    """Which agents drop each other's rollouts, because only some of their prompts open a block."""
+    """The warning that agents drop each other's rollouts, because only some of their prompts open a block."""
     told = [f"those of {' and '.join(ids)} {f'with {b}' if b else 'without one'}" for b, ids in agents.items()]
     opener = next(ids[0] for block, ids in agents.items() if block)
     return (

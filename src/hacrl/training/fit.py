@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, by its plan; and the smallest change with which it would."""
+"""Compares what a run needs with the memory there is, and finds the smallest change that makes it fit."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Need:
     place: str
     planned: float
     least: float
-    """With passes as small as they get by themselves when memory is short."""
+    """GiB with the smallest passes, which learning falls back to when memory is short."""
     there: float | None
     """The size of the memory; None if it is not known."""
 
@@ -65,7 +65,7 @@ class Memories:
         return config, plan(config, self._shapes)
 
     def needs(self, config: RunConfig) -> list[Need]:
-        """What each agent needs alone, and what those need together that share a memory."""
+        """What each agent needs alone, and what agents that share a memory need together."""
         config, plans = self.plan(config)
         rows = list(zip(config.agents, plans, strict=True))
         places = {agent.id: _places(config, agent) for agent in config.agents}
@@ -108,7 +108,7 @@ class Memories:
         return float(torch.cuda.get_device_properties(index).total_memory) / 2**30
 
     def name(self, place: str) -> str:
-        """A memory with the kind of device it belongs to."""
+        """The name of a memory, with the kind of its GPU."""
         index = place.partition("cuda:")[2]
         if self.gpu is None and index and int(index) < torch.cuda.device_count():
             return f"{place}, {torch.cuda.get_device_name(int(index))}"
@@ -124,27 +124,31 @@ class Memories:
         return []
 
     def smallest_change(self, config: RunConfig) -> list[str] | None:
-        """Overrides with which a run fits that does not: as few as possible, and rather those that change no result.
+        """The fewest overrides that make a run fit. Those that change no result come first.
 
-        Empty if the run fits; None if no change of a few settings is enough.
+        Several GPUs for each agent (fsdp) come last, because they may not be there. Empty if the run fits; None if
+        `MOST_CHANGES` settings are not enough.
         """
         tight = self._tight(config)
         if not tight:
             return []
-        options = [choices for choices in self._options(config, tight) if choices]
-        for count in range(1, MOST_CHANGES + 1):
-            for chosen in combinations(options, count):
-                changes = [choices[-1] for choices in chosen]
-                if not self._fits(config, changes):
-                    continue
-                for place, choices in enumerate(chosen):  # no stronger than needed
-                    rest = changes[:place], changes[place + 1 :]
-                    changes[place] = next(own for own in choices if self._fits(config, [*rest[0], own, *rest[1]]))
-                return [override for change in changes for override in change]
+        *options, fsdp = self._options(config, tight)
+        options = [choices for choices in options if choices]
+        sets = [chosen for count in range(1, MOST_CHANGES + 1) for chosen in combinations(options, count)]
+        if fsdp:
+            sets += [(*chosen, fsdp) for chosen in [(), *sets] if len(chosen) < MOST_CHANGES]
+        for chosen in sets:
+            changes = [choices[-1] for choices in chosen]
+            if not self._fits(config, changes):
+                continue
+            for place, choices in enumerate(chosen):  # no stronger than needed
+                rest = changes[:place], changes[place + 1 :]
+                changes[place] = next(own for own in choices if self._fits(config, [*rest[0], own, *rest[1]]))
+            return [override for change in changes for override in change]
         return None
 
     def _tight(self, config: RunConfig) -> list[AgentConfig]:
-        """The agents in memories that are too small."""
+        """The agents whose memory is too small."""
         names = {name for need in self.needs(config) if need.fits is False for name in need.agents}
         return [agent for agent in config.agents if agent.id in names]
 
@@ -156,7 +160,7 @@ class Memories:
             return False
 
     def _options(self, config: RunConfig, tight: Sequence[AgentConfig]) -> Iterator[list[list[str]]]:
-        """For each setting the values that need less memory, as overrides, from the smallest change to the largest."""
+        """Overrides that need less memory: for each setting a list, from the smallest change to the largest."""
         own = {key for agent in config.to_dict()["agents"] for key in agent}
 
         def each(name: str, value: object, agents: Sequence[AgentConfig] = tight) -> list[str]:
@@ -184,13 +188,13 @@ class Memories:
         yield [each("fsdp", size, on_gpu) for size in GPU_COUNTS if on_gpu and on_gpu[0].fsdp < size <= gpus]
 
     def _there(self, agent: AgentConfig) -> AgentConfig:
-        """The agent as it runs on a machine with such GPUs, which this one need not be."""
+        """The agent's config on a machine with the GPU that was named."""
         moves = self.gpu is not None and agent.device == "auto"
         return agent.model_copy(update={"device": "cuda"}) if moves else agent
 
 
 def _places(config: RunConfig, agent: AgentConfig) -> list[str]:
-    """The memories that an agent is in."""
+    """Names of the memories that hold an agent."""
     if not is_on_gpu(config, agent):
         return [COMPUTER]
     if config.execution == "ray":
@@ -205,7 +209,7 @@ def _idle(config: RunConfig, agent: AgentConfig, row: AgentPlan) -> float:
 
 
 def _learning(config: RunConfig, agent: AgentConfig, row: AgentPlan) -> float:
-    """GiB that the agent needs besides while it learns, passes not included."""
+    """GiB that the agent needs only while it learns, without its passes."""
     own = row.memory["gradients"] + row.memory["parts"]
     return own + (row.memory["optimizer"] if moves_when_idle(config, agent) else 0)
 

@@ -14,13 +14,13 @@ FEW = 5
 OPPOSED = -0.05
 """Mean cosine of a learner's foreign and own gradient below which they are called opposed."""
 NO_SPREAD = 0.9
-"""Share of groups with equal rewards from which on there is little to learn."""
+"""If at least this share of groups has equal rewards, there is little to learn."""
 SAME = 0.05
-"""Largest difference between the mean rewards of agents that say the same about the problems."""
+"""Agents whose mean rewards differ by at most this find the problems equally hard."""
 MANY = 0.5
-"""Share of completions that are cut off, or of rollouts that are dropped, from which on a warning says so."""
+"""If at least this share of completions is cut off, or of rollouts dropped, a warning says so."""
 NOT_FEW = 0.02
-"""Share of rollouts that are dropped from which on the end of a run says what to do about it."""
+"""If at least this share of rollouts is dropped, the summary of a run says what to do about it."""
 REMEDIES = {
     "broken_text": "cut off inside a character: raise the source's max_completion_length",
     "empty": "they have no text",
@@ -62,7 +62,7 @@ def findings(config: RunConfig, lines: Iterable[dict[str, Any]]) -> list[str]:
 
 
 Trouble = tuple[tuple[str, str], str]
-"""An agent and the kind of trouble it has, and what is said of it."""
+"""An agent with the kind of its trouble, and the warning about it."""
 
 
 class LearningCheck:
@@ -84,7 +84,7 @@ class LearningCheck:
         return [line[name] for line in self.recent if line.get(name) is not None]
 
     def _spread(self, agent: AgentConfig) -> str | None:
-        """Say so if rewards are equal in nearly all groups, of all agents if they share rollouts: advantages are 0."""
+        """Warn if rewards are equal in nearly all groups, of all agents if they share rollouts: advantages are 0."""
         algorithm = self.config.algorithm
         if algorithm.scores_by_others or any(self._known(f"{agent.id}/imitation/tokens")):  # these need no spread
             return None
@@ -152,7 +152,9 @@ class LearningCheck:
         )
 
     def _steps(self) -> str:
-        return f"the last {len(self.recent)} steps" if self.recent.maxlen else f"all {len(self.recent)} steps"
+        if self.recent.maxlen:
+            return f"the last {len(self.recent)} steps"
+        return "the only step" if len(self.recent) == 1 else f"all {len(self.recent)} steps"
 
 
 class CollaborationCheck:

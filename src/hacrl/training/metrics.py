@@ -76,15 +76,6 @@ def learning_metrics(result: LearnResult, lesson: Lesson, learner: int) -> Metri
     return metrics
 
 
-def pair_metrics(result: LearnResult, lesson: Lesson, sources: int) -> list[Metrics]:
-    """How a learner used the rollouts of each agent; `sources` is the number of agents."""
-    found = _by_source(result, lesson)
-    return [
-        _dropped(result, lesson, source) | (_use_of(found[source]) if source in found else {})
-        for source in range(sources)
-    ]
-
-
 def _by_source(result: LearnResult, lesson: Lesson) -> dict[int, Records]:
     """The rows of a learner's updates that have A other than 0, by the source of the rollout."""
     records = teaching(result.records)
@@ -159,10 +150,11 @@ def agent_metrics(
 def exchange_metrics(
     learner: int, ids: Sequence[str], lesson: Lesson, result: LearnResult, omega_KK: Tensor
 ) -> Metrics:
-    """How a learner used the rollouts of each other agent."""
-    metrics: Metrics = {}
-    for j, pair in enumerate(pair_metrics(result, lesson, len(ids))):
+    """How a learner used the rollouts of each other source."""
+    used, metrics = _by_source(result, lesson), Metrics()
+    for j, source in enumerate(ids):
         if j != learner:
+            pair = _dropped(result, lesson, j) | (_use_of(used[j]) if j in used else {})
             pair |= {"omega": float(omega_KK[j, learner]), "omega_baseline": float(omega_KK[learner, j])}
-            metrics |= {f"from_{ids[j]}/{name}": value for name, value in pair.items()}
+            metrics |= {f"from_{source}/{name}": value for name, value in pair.items()}
     return metrics

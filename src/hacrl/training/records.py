@@ -153,18 +153,13 @@ def rollout_lines(
     learners: dict[tuple[int, int, int], Line] = {}
     for learner, lesson, result in zip(ids, lessons, results, strict=False):
         for rollout, use in zip(lesson.rollouts, uses(result, lesson), strict=True):
-            learners.setdefault(_key(rollout), {})[learner] = use
+            learners.setdefault(rollout.key, {})[learner] = use
     lines = []
     for source, own in zip(sources, rollouts, strict=True):
         for rollout in own:
-            known = {"learners": learners.get(_key(rollout), {})} if lessons else {}
+            known = {"learners": learners.get(rollout.key, {})} if lessons else {}
             lines.append({**rollout.record(source), **known})
     return lines
-
-
-def _key(rollout: Rollout) -> tuple[int, int, int]:
-    """A key that identifies a rollout within its step."""
-    return rollout.source, rollout.prompt_index, rollout.index
 
 
 def uses(result: "LearnResult", lesson: "Lesson") -> list[Use]:

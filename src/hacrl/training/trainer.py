@@ -21,7 +21,7 @@ from hacrl.tasks import Task
 from hacrl.tasks.problem import digest
 from hacrl.training import checkpoint
 from hacrl.training.accounting import ACCOUNTED, Accounts
-from hacrl.training.collect import Collector
+from hacrl.training.collect import Collector, nothing_verified
 from hacrl.training.health import Health
 from hacrl.training.heldout import HeldOut
 from hacrl.training.lessons import lesson_for
@@ -124,7 +124,7 @@ class Trainer:
 
         agents = slice(len(self.ids))
         if not any(valid[agents]):
-            raise UserError(self._nothing_verified(rollouts[agents]))
+            raise UserError(nothing_verified(rollouts[agents], self.run.path / "rollouts"))
         scores = self._score(valid[agents], capabilities[agents])
         made = [lesson_for(k, self.step, self.config, problems, valid, omega_KK, scores) for k in range(len(self.ids))]
         lessons = [lesson for lesson, _ in made]
@@ -179,14 +179,6 @@ class Trainer:
             learned = self.executor.learn(lessons)
         self.accounts.note_waiting(start, learned)
         return learned
-
-    def _nothing_verified(self, rollouts: Sequence[Sequence[Rollout]]) -> str:
-        details = [r.verdict["detail"] for own in rollouts for r in own if r.verdict.get("detail")]
-        first = f" The first problem: {details[0]}." if details else ""
-        return (
-            f"The verifier could judge none of {sum(map(len, rollouts))} rollouts, so there is "
-            f"nothing to learn from.{first} Check task.reward on one of the lines of {self.run.path / 'rollouts'}."
-        )
 
     # --- files -------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from hacrl.seeding import global_random_state, restore_global_random_state, seed
 from hacrl.tasks import Task, build_task
 from hacrl.terminal import Terminal, note
 from hacrl.training import checkpoint
+from hacrl.training.heldout import first_and_last
 from hacrl.training.metrics import accuracy_metrics
 from hacrl.training.run_dir import RunDir, make_folder, refuse_changes, write_atomically
 from hacrl.training.schedule import learning_rate
@@ -73,7 +74,7 @@ def warm_up(config: WarmupConfig, *, resume: bool = False, console: Console | No
         if agent.tokenizer is not None:
             resolve_tokenizer(agent)
     task, remarks = build_task(config.task, config.seed) if config.task else (None, [])
-    with task.verifier if task else nullcontext(), Display(config, console) as display:
+    with task.verifier if task else nullcontext(), WarmupProgress(config, console) as display:
         for remark in remarks:
             display.note(remark)
         make_folder(run.path)
@@ -185,8 +186,8 @@ class Pupil:
     def summary(self) -> dict[str, Any]:
         return {
             "model": self.config.model,
-            **ends(self.losses, "loss"),
-            **ends(self.accuracy, "accuracy"),
+            **first_and_last(self.losses, "loss"),
+            **first_and_last(self.accuracy, "accuracy"),
             "updates": self.updater.updates,
             **self.totals,
             "dropped": dict(self.rows.dropped),
@@ -196,7 +197,7 @@ class Pupil:
 class Warmup:
     """Trains agents in turn, each on its own rows, with one update a step until its `max_steps`."""
 
-    def __init__(self, config: WarmupConfig, run: RunDir, display: "Display", task: Task | None = None) -> None:
+    def __init__(self, config: WarmupConfig, run: RunDir, display: "WarmupProgress", task: Task | None = None) -> None:
         self.config, self.run, self.display, self.task = config, run, display, task
         self.step = 0
         self.seconds = 0.0
@@ -281,12 +282,6 @@ class Warmup:
         self.run.rewind(self.step if found else -1)
 
 
-def ends(values: dict[int, float], name: str) -> dict[str, float | None]:
-    """The values of the first and the last step."""
-    first, last = (values[min(values)], values[max(values)]) if values else (None, None)
-    return {f"start_{name}": first, f"final_{name}": last}
-
-
 # --- the folder ------------------------------------------------------------------------------------
 
 
@@ -330,7 +325,7 @@ def given_config(source: str, overrides: list[str], resume: bool) -> WarmupConfi
 # --- what a person sees ----------------------------------------------------------------------------
 
 
-class Display(ExitStack):
+class WarmupProgress(ExitStack):
     """Shows how far a warm-up is: one moving line in a terminal, lines elsewhere."""
 
     def __init__(self, config: WarmupConfig, console: Console) -> None:
