@@ -18,7 +18,12 @@ from hacrl.config.study import STUDIES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (PRESETS, STUDIES, ROOT / "src/hacrl/agents/zoo", *(ROOT / name for name in ("docs", "examples", "tests")))
-FILES = sorted(path for folder in FOLDERS for path in folder.rglob("*.yaml") if path.name != "base.yaml")
+FILES = sorted(
+    path
+    for folder in FOLDERS
+    for path in folder.rglob("*.yaml")
+    if path.name != "base.yaml" and path.parent.name != "teams"
+)
 """All but the settings that only studies complete."""
 SCHEMA = json_schema()
 PAIR = [{"id": "a", "model": "zoo:llama-plus"}, {"id": "b", "model": "zoo:llama-minus"}]

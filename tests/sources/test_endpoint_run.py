@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from teacher_server import Fields, Response, Teacher, asked, chat, worked
 
 from conftest import MakeConfig
 from hacrl.run import train
 from hacrl.training.run_dir import RunDir
+from teacher_server import Fields, Response, Teacher, asked, chat, worked
 
 KEY = "sk-very-secret-0123456789"
 
