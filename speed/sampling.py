@@ -91,18 +91,26 @@ def compare(options: argparse.Namespace) -> None:
         given = [("prompts-file", file), *((own.replace("_", "-"), getattr(options, own)) for own in SIZES)]
         common = [str(part) for own, value in given if value is not None for part in (f"--{own}", value)]
         results: dict[str, list[dict[str, Any]]] = {engine: [] for engine in options.engines}
+        failed: dict[str, str] = {}
         for _ in range(options.rounds):
             for engine in options.engines:
                 command = [sys.executable, __file__, folder, "--side", engine, *common]
                 if engine == "vllm":
                     command = [options.vllm_python, ROOT / "speed" / "peers" / "vllm_sampling.py", folder, *common]
                     command += ["--option", *options.vllm_option] * bool(options.vllm_option)
-                results[engine].append(run_side(command))
+                try:
+                    results[engine].append(run_side(command))
+                except SystemExit as error:
+                    failed[engine] = str(error)
+                    print(f"{engine} failed:\n{error}", flush=True)
+        results = {engine: runs for engine, runs in results.items() if runs}
+        if not results:
+            sys.exit("No engine could be measured.")
         floor = floor_of(folder, options, results)
     repeats = {engine: [row for run in runs for row in run["repeats"]] for engine, runs in results.items()}
     rates = {engine: rate_of(rows, "seconds") for engine, rows in repeats.items()}
     starts = {engine: statistics.median(run["startup_seconds"] for run in runs) for engine, runs in results.items()}
-    ours, rows = options.engines[0], []
+    ours, rows = next(iter(results)), []
     for engine, own in repeats.items():
         each = [rate_of([row], "seconds") for row in own]
         length = sum(row["tokens"] for row in own) / len(own) / (options.prompts * options.generations)
@@ -120,8 +128,11 @@ def compare(options: argparse.Namespace) -> None:
     columns = ["", "tokens/s", "of repeats", f"{ours} / this", "tokens/CPU s", "mean length", "peak GiB", "start-up s"]
     print_table(f"Sampling {Path(options.model).name}, {size}; {machine()}", columns, rows)
     if options.json:
-        result = {"model": options.model, "size": size, "ours": ours, "rates": rates, "starts": starts}
-        options.json.write_text(json.dumps({**result, "machine": machine(), "runs": results}) + "\n", encoding="utf-8")
+        result: dict[str, Any] = {"model": options.model, "size": size, "ours": ours, "rates": rates, "starts": starts}
+        result |= {"machine": machine(), "runs": results, "failed": failed}
+        options.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}.")
 
 
 def rate_of(rows: list[dict[str, float]], clock: str) -> float:

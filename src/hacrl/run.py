@@ -240,7 +240,7 @@ def _all_steps(trainer: Trainer, audience: Audience, resume: bool) -> dict[str, 
         if not resume and trainer.step == 0:  # nothing worth keeping
             run.remove_start()
         elif isinstance(error, UserError):
-            raise UserError(f"{error} {_goes_on(run, trainer.config, trainer.step)}") from error
+            raise UserError(f"{error} {_goes_on(run, trainer.config, trainer.step)}") from error.__cause__
         raise
 
 

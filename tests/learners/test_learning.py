@@ -792,10 +792,10 @@ def test_a_bfloat16_checkpoint_is_float32_and_continues_to_the_bit(rounded: list
 
 
 @pytest.fixture
-def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with 5 MB to spare beside the optimizer: less than the activations of one rollout."""
-    pages = (12 * 334_272 + 5_000_000) // 4096
-    monkeypatch.setattr("os.sysconf", lambda name: pages if name == "SC_AVPHYS_PAGES" else 4096)
+    monkeypatch.setattr("hacrl.decoder.policy.MEMINFO", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {(12 * 334_272 + 5_000_000) // 1024} kB\n", "ascii")
 
 
 def test_the_plain_path_computes_activations_again_too(sampled: list[list[Rollout]], exact: Any) -> None:

@@ -196,7 +196,7 @@ def test_warm_ups_are_valid_and_read_files_that_are_written() -> None:
     assert len(set(seeds)) == len(seeds) == 7
 
 
-@pytest.mark.parametrize("name", ["overlap", "gspo", "part2"])
+@pytest.mark.parametrize("name", ["overlap", "gspo", "search", "part2"])
 def test_studies_are_valid_and_use_agents_that_are_warmed_up(name: str) -> None:
     path = LONG / f"{name}.yaml"
     study = Study.build(StudyConfig.load(path))

@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 from hacrl.cli import main
 from hacrl.config import RunConfig
 from hacrl.config.settings import apply_overrides
+from hacrl.training import fit
 from hacrl.training.fit import COMPUTER, GPUS, USABLE, Memories, Need, computer_gib
 from hacrl.training.plan import plan
 
@@ -49,7 +50,7 @@ def changed(config: RunConfig, changes: list[str]) -> RunConfig:
     return RunConfig.from_dict(apply_overrides(config.to_dict(), changes))
 
 
-def fits(config: RunConfig, gpu: str) -> bool:
+def fits(config: RunConfig, gpu: str | None = None) -> bool:
     return all(need.fits for need in Memories(gpu).needs(config))
 
 
@@ -127,13 +128,13 @@ def test_vllm_takes_its_share(models: list[str]) -> None:
     ("gpu", "settings", "changes"),
     [
         ("h200", {}, []),
-        ("h200", {"max_completion_length": 4096}, ["sampling_batch_size=64"]),
+        ("h200", {"max_completion_length": 4096}, []),
         ("h200", {"sampling_batch_size": 64, "log_kl": True, "optimizer_offload": True}, []),
         ("h100", {}, ["agents.large.device=cuda:1"]),
-        ("h100", {"max_completion_length": 2048}, ["optimizer_offload=true"]),
-        ("4090", {}, ["sampling_batch_size=64", "optimizer_offload=true"]),
-        ("l40s", {"dtype": "float32", "lora": {"r": 16}}, ["sampling_batch_size=64"]),
-        ("l40s", {"max_completion_length": 2048}, ["sampling_batch_size=64", "optimizer_offload=true"]),  # not fsdp=8
+        ("h100", {"max_completion_length": 2048}, ["agents.large.device=cuda:1"]),
+        ("4090", {}, ["optimizer_offload=true"]),
+        ("l40s", {"dtype": "float32", "lora": {"r": 16}}, []),
+        ("l40s", {"max_completion_length": 2048}, ["optimizer_offload=true"]),  # not fsdp=8
         ("4090", {"dtype": "float32", "lora": {"r": 16}, "sampling_batch_size": 8}, ["agents.large.device=cuda:1"]),
     ],
 )
@@ -144,14 +145,25 @@ def test_a_change_that_is_enough(models: list[str], gpu: str, settings: dict[str
     assert fits(changed(config, changes), gpu)
 
 
-def test_a_batch_is_no_smaller_than_needed(models: list[str]) -> None:
-    settings = {"prompts_per_step": 128, "max_completion_length": 4096, "log_kl": False}
+def test_sampling_falls_back_to_one_completion_at_a_time(models: list[str]) -> None:
+    config = config_of(models, device="cuda", max_completion_length=20_000)
+    rows, together = plan(config), Memories("h200").needs(config)[2]
+    assert sum(row.memory["cache"] for row in rows) > GPUS["h200"]
+    for row, layers in zip(rows, (28, 36), strict=True):  # keys and values of 8 heads of 128, two bytes each
+        assert row.least_cache * 2**30 == layers * 2 * 8 * 128 * 2 * 20_256
+    assert together.verdict == "fits, with smaller passes"
+
+
+def test_a_batch_is_no_smaller_than_needed(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where batches do not get smaller by themselves."""
+    monkeypatch.setattr(fit, "computer_gib", lambda: GPUS["h100"])
+    settings = {"prompts_per_step": 128, "max_completion_length": 4096, "log_kl": False, "device": "cpu"}
     config = config_of(models[:1], **settings, algorithm={"name": "gspo"}, sampling_batch_size=1024)
-    (change,) = Memories("h100").smallest_change(config) or []
+    (change,) = Memories().smallest_change(config) or []
     name, _, size = change.partition("=")
     assert name == "sampling_batch_size"
-    assert fits(changed(config, [change]), "h100")
-    assert not fits(changed(config, [f"{name}={2 * int(size)}"]), "h100")
+    assert fits(changed(config, [change]))
+    assert not fits(changed(config, [f"{name}={2 * int(size)}"]))
 
 
 def test_an_agent_with_settings_of_its_own_is_named(models: list[str]) -> None:

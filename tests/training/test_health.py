@@ -47,6 +47,16 @@ def test_idle_is_said_once_with_the_reason() -> None:
     assert "b: mean s 0.52, band 0.80 to 1.00" in text
 
 
+def test_rollouts_without_a_reward_are_told_with_the_reasons() -> None:
+    counts = {"a/unverified": 16, "a/verifier_timeouts": 5, "a/verifier_errors": 0, "b/unverified": 7}
+    (text,) = said([{**step(), **counts}] * 30)
+    assert text == (
+        "In the last 5 steps 100 % of the rollouts of agent a got no reward and were left out: the function took too "
+        "long: raise task.reward_timeout or task.reward_call_timeout (25); every function returned None (55)."
+    )
+    assert len(findings(config_of(), [{**step(), **counts, "step_time": 1.0}])) == 1
+
+
 def test_one_kept_rollout_in_the_window_is_not_idle() -> None:
     steps = [step(kept=0.1 if n % WINDOW == 0 else 0.0, cosine=None) for n in range(50)]
     assert said(steps) == []

@@ -20,7 +20,7 @@ from criteria import label, percent, runs_in, table
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.evaluation.answers import Answerer
 from hacrl.evaluation.figures import by_problem
-from hacrl.evaluation.subjects import agents_of
+from hacrl.evaluation.subjects import evaluated_agents
 from hacrl.rollouts.retokenize import decode
 from hacrl.tasks import build_task
 from hacrl.tasks.problem import Problem
@@ -51,7 +51,7 @@ def main() -> None:
 
 def diversity(run: Path, k: int, count: int, start: bool) -> Iterator[tuple[str, Row]]:
     """A row for each agent at the newest checkpoint of a run and, if asked for, as it began."""
-    config, trained = agents_of(str(run), "", None)
+    config, trained = evaluated_agents(str(run), "", None)
     task, _ = build_task(config.task.model_copy(update={"eval_size": count}), config.seed)
     with task.verifier:
         for first, last in zip(config.agents, trained, strict=True):

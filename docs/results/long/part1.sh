@@ -32,8 +32,10 @@ if [ "${1:-}" = pack ]; then pack; exit; fi
 warm_options=() overlap_options=() gspo_options=() scale=1
 if [ -n "${SMOKE:-}" ]; then
     mkdir -p runs/long-smoke && ln -sfn ../../docs runs/long-smoke/docs && cd runs/long-smoke
+    export OMP_NUM_THREADS=1 # several processes on few cores
     scale=0.004 agents="late cut qwen3"
-    warm_options=(max_steps=3 save_every=1 batch_size=4 eval_every=0 eval_size=4 task.eval_size=4 dtype=float32)
+    warm_options=(max_steps=3 save_every=1 batch_size=4 eval_every=0 eval_size=1 task.eval_size=2 dtype=float32
+        max_completion_length=250)
     few=(settings.prompts_per_step=4 settings.rollouts_per_update=16 settings.task.eval_size=4 settings.dtype=float32
         settings.max_completion_length=64)
     overlap_options=("${few[@]}" settings.max_steps=1 teams.everybody.agents="[{id: late, model: runs/long/agents/late},
@@ -58,7 +60,7 @@ stop() {
 }
 keep() {
     [ -n "${OUT:-}" ] || return 0
-    { find runs/long runs/study-long-* \( -name metrics.jsonl -o -name summary.json -o -name study.json \
+    { find runs/long runs/study-long-* \( -name 'config.yaml' -o -name 'study.*' -o -name metrics.jsonl -o -name summary.json \
         -o -name criteria.txt -o -name '*.log' \) -print 2> /dev/null || true; } | tar czf "$OUT/part1.tar.gz" -T -
 }
 criteria() { # STUDY...

@@ -81,7 +81,8 @@ class Problem:
 
 def multiply(rng: random.Random) -> Problem:
     """Long multiplication, digit by digit."""
-    a, b = rng.randint(100, 99_999), rng.randint(100, 999)
+    digits = rng.randint(3, 5)
+    a, b = rng.randrange(10 ** (digits - 1), 10**digits), rng.randint(100, 999)
 
     def work(trace: Trace) -> str:
         total = 0

@@ -25,11 +25,12 @@ def train(
     """Train the agents of a preset or a YAML file."""
     if gpu is not None and not dry_run:
         raise UserError("--gpu is for --dry-run: a run takes the devices that its config names.")
+    config = None if resume else RunConfig.load(source, overrides or [])  # mistakes are told without delay
     with doing("starting"):
         from hacrl.run import resumed_config
         from hacrl.run import train as train_run
 
-    config = resumed_config(source, overrides or []) if resume else RunConfig.load(source, overrides or [])
+    config = config or resumed_config(source, overrides or [])
     if dry_run:
         print_plan(console, config, gpu)
         return

@@ -1,9 +1,10 @@
 """Runs a model: by the fast paths if they work with it, plainly if not, in batches that fit into memory."""
 
-import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +29,20 @@ CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS = 2048, 16384
 """Most tokens of one pass. More is not faster: on a CPU activations leave the caches, and a GPU is already busy."""
 MEMORY_SHARE = 0.5
 """Share of the free memory for the activations of one pass; the rest covers what the estimate leaves out."""
+MEMINFO = Path("/proc/meminfo")
 SHORT = 0.5
 """A GPU is short of memory if less than this share of it is free."""
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes of memory that are free now; 4e9 on systems that do not report it."""
+    """Bytes of memory that are free now, cached files included; 4e9 on systems that do not report it."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError):
+    if not MEMINFO.is_file():
         return 4e9
+    told = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text("ascii"))
+    return 1024.0 * int(told[1]) if told else 4e9
 
 
 def lean_layer(width: int, inner: int, heads: int) -> int:

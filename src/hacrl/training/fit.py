@@ -34,7 +34,7 @@ class Need:
     place: str
     planned: float
     least: float
-    """GiB with the smallest passes, which learning falls back to when memory is short."""
+    """GiB with the smallest passes and batches, which the agent falls back to when memory is short."""
     there: float | None
     """The size of the memory; None if it is not known."""
 
@@ -94,7 +94,8 @@ class Memories:
             planned = min(planned, max(idle, SHORT * there) + max(turns))
         least = [own + row.least_pass for own, (_, row) in zip(learning, rows, strict=True)]
         vllm = sum(_of_vllm(agent) for agent, _ in rows) * (there or 0)
-        return Need(agents, place, vllm + planned, vllm + idle + max(*caches, *least), there)
+        fewest = [row.least_cache for _, row in rows]
+        return Need(agents, place, vllm + planned, vllm + idle + max(*fewest, *least), there)
 
     def size(self, place: str) -> float | None:
         """GiB of a memory."""

@@ -75,13 +75,30 @@ class LearningCheck:
     def troubles(self) -> list[Trouble]:
         if not self.recent:
             return []
-        checks = {"spread": self._spread, "cut off": self._cut_off, "dropped": self._many_dropped}
+        checks = {"unjudged": self._unjudged, "spread": self._spread, "cut off": self._cut_off}
+        checks["dropped"] = self._many_dropped
         found = [((a.id, kind), check(a)) for a in self.config.agents for kind, check in checks.items()]
         return [(trouble, text) for trouble, text in found if text]
 
     def _known(self, name: str) -> list[float]:
         """The values of a metric in the steps that have it."""
         return [line[name] for line in self.recent if line.get(name) is not None]
+
+    def _unjudged(self, agent: AgentConfig) -> str | None:
+        """Say so if many rollouts got no reward, so that nothing is learned from them."""
+        names = ("unverified", "verifier_timeouts", "verifier_errors")
+        without, late, ended = (int(sum(self._known(f"{agent.id}/{name}"))) for name in names)
+        share = without / (self.config.prompts_per_step * agent.num_generations * len(self.recent))
+        if share < MANY:
+            return None
+        reasons = {
+            "the function took too long: raise task.reward_timeout or task.reward_call_timeout": late,
+            "the function's process ended": ended,
+            "every function returned None": without - late - ended,
+        }
+        why = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.items() if count > 0)
+        found = f"{100 * min(share, 1):.0f} % of the rollouts of agent {agent.id} got no reward and were left out"
+        return f"In {self._steps()} {found}: {why}."
 
     def _spread(self, agent: AgentConfig) -> str | None:
         """Warn if rewards are equal in nearly all groups, of all agents if they share rollouts: advantages are 0."""

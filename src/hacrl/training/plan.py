@@ -120,6 +120,8 @@ class AgentPlan:
     """GiB by purpose, in each process of the agent."""
     least_pass: float
     """GiB of activations and logits in the smallest passes that learning falls back to when memory is short."""
+    least_cache: float
+    """GiB of the cache of a single completion, to which sampling falls back when memory is short."""
     host_memory: float
     """GiB that `optimizer_offload` or `offload_idle` needs in the computer's memory."""
     device: str
@@ -159,7 +161,7 @@ def first_problem(config: RunConfig) -> tuple[Problem | None, list[str]]:
 def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool, shape: Shape, trained: int) -> AgentPlan:
     """Make the plan of one agent; `shares_base`: another agent with adapters has loaded the model already."""
     device, cores = device_of(config, agent)
-    optimizer = optimizer_bytes(agent, trained)
+    optimizer, longest = optimizer_bytes(agent, trained), agent.max_prompt_length + agent.max_completion_length
     return AgentPlan(
         id=agent.id,
         parameters=shape.parameters,
@@ -175,6 +177,7 @@ def plan_agent(config: RunConfig, agent: AgentConfig, shares_base: bool, shape: 
             **working_memory(config, agent, shape),
         },
         least_pass=least_pass(config, agent, shape),
+        least_cache=shape.cache_bytes(number_bytes(agent)) * longest / GIB,
         host_memory=host_bytes(config, agent, trained) / GIB,
         device=f"{cores * agent.fsdp} x {device.name}",
         sampling=sampling_seconds(config, agent, shape, device.times(cores)),
