@@ -435,6 +435,18 @@ def test_answers_are_kept_line_by_line_and_never_asked_for_again(teacher: Teache
     assert len(path.read_bytes().splitlines()) == 9
 
 
+def test_an_answer_is_on_disk_before_its_thread_asks_again(teacher: Teacher, make: Make) -> None:
+    source, lines = make(max_requests=1), list[int]()
+
+    def reply(fields: Fields) -> Fields:
+        lines.append(len(source.kept.path.read_bytes().splitlines()))
+        return right(fields)
+
+    teacher.reply = reply
+    source.give(PROBLEMS, 1, 0)
+    assert lines == list(range(1, 9))
+
+
 def test_a_damaged_line_is_named(teacher: Teacher, make: Make) -> None:
     source = make()
     source.give(PROBLEMS, 1, 0)

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -197,18 +197,26 @@ class Round:
     """Requests that are sent at the same time, a few at once, from threads that end with the process."""
 
     def __init__(
-        self, jobs: Sequence[int], send: Callable[[int, Event], Outcome], threads: int, most_failures: int
+        self,
+        jobs: Sequence[int],
+        send: Callable[[int, Event], Outcome],
+        keep: Callable[[int, Outcome], None],
+        threads: int,
+        most_failures: int,
     ) -> None:
-        """After `most_failures` requests in a row that were not answered, no more are sent."""
-        self.waiting, self.send, self.stop = deque(jobs), send, Event()
+        """`keep` gets each outcome, one at a time and before the next request of its thread, until the round is ended.
+
+        After `most_failures` requests in a row that were not answered, no more are sent.
+        """
+        self.waiting, self.send, self.keep, self.stop = deque(jobs), send, keep, Event()
         self.most_failures, self.failures, self.lock = most_failures, 0, Lock()
         self.missing = set(jobs)
-        """Jobs without an outcome that have been sent or will be."""
+        """Jobs whose outcome is still waited for."""
         self.held: list[int] = []
         """Jobs that are never sent."""
         self.has_given_up = False
-        self.done: SimpleQueue[tuple[int, Outcome | Exception] | None] = SimpleQueue()
-        """Outcomes as they come in; None: the round was ended from outside."""
+        self.done: SimpleQueue[int | Exception | None] = SimpleQueue()
+        """Jobs as their outcomes come in, or what a thread raised; None: the round was ended from outside."""
         self.threads = [Thread(target=self._work, daemon=True, name="request") for _ in range(min(threads, len(jobs)))]
         for thread in self.threads:
             thread.start()
@@ -221,31 +229,32 @@ class Round:
                 return
             try:
                 outcome = self.send(job, self.stop)
+                with self.lock:
+                    if self.stop.is_set():
+                        return
+                    self.keep(job, outcome)
+                    self.failures = 0 if outcome.is_answered else self.failures + 1
+                    if self.failures == self.most_failures:
+                        self.has_given_up = True
+                        self.hold()
             except Exception as error:  # the thread that waits raises it
-                self.done.put((job, error))
+                self.done.put(error)
                 return
-            with self.lock:
-                self.failures = 0 if outcome.is_answered else self.failures + 1
-                if self.failures == self.most_failures:
-                    self.has_given_up = True
-                    self.hold()
-            self.done.put((job, outcome))
+            self.done.put(job)
 
-    def results(self, seconds: float) -> Iterator[tuple[int, Outcome]]:
-        """Yield outcomes as they come in, until all are there, the time is over or the round is ended."""
+    def wait(self, seconds: float) -> None:
+        """Wait until all outcomes are there, the time is over or the round is ended."""
         deadline = time.monotonic() + seconds
         while self.missing:
             try:
-                result = self.done.get(timeout=max(deadline - time.monotonic(), 0))
+                done = self.done.get(timeout=max(deadline - time.monotonic(), 0))
             except Empty:
                 return
-            if result is None:
+            if done is None:
                 return
-            job, outcome = result
-            if isinstance(outcome, Exception):
-                raise outcome
-            self.missing.remove(job)
-            yield job, outcome
+            if isinstance(done, Exception):
+                raise done
+            self.missing.remove(done)
 
     def hold(self) -> None:
         """Send no more requests."""
@@ -255,7 +264,8 @@ class Round:
         self.missing -= set(self.held)
 
     def end(self) -> None:
-        """Send no more requests, none again, and wake the thread that waits."""
+        """Send no more requests, none again, keep no more outcomes, and wake the thread that waits."""
         self.hold()
-        self.stop.set()
+        with self.lock:
+            self.stop.set()
         self.done.put(None)

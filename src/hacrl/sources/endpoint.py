@@ -209,20 +209,22 @@ class Endpoint(OutsideSource):
         self.late = [thread for thread in self.late if thread.is_alive()]
         threads = max(self.config.max_requests - len(self.late), 1)
         most_failures = max(self.config.max_requests, FAILURES_IN_A_ROW)
-        sending = self.round = Round(missing, lambda n, stop: self._send(requests[n], stop), threads, most_failures)
-        for n, outcome in sending.results(self.config.step_timeout):
-            keep(n, outcome)
+        sending = self.round = Round(
+            missing, lambda n, stop: self._send(requests[n], stop), keep, threads, most_failures
+        )
+        sending.wait(self.config.step_timeout)
         if self.closed:
             return []
         sending.end()
         for n in sending.held:
             keep(n, Outcome(failed=NEVER))
-        for n in sorted(sending.missing):
+        late = [n for n in missing if n not in found]
+        for n in late:
             keep(n, Outcome(failed=LATE, unknown_tokens=most_tokens(requests[n])))
-        self.late += sending.threads if sending.missing else []
+        self.late += sending.threads if late else []
         goes_on = f"Step {step} goes on without"
         self._warn("outage", sending.has_given_up, f"{most_failures} requests in a row failed. {goes_on} the rest.")
-        self._warn("late", bool(sending.missing), f"{goes_on} answers that took longer than step_timeout.")
+        self._warn("late", bool(late), f"{goes_on} answers that took longer than step_timeout.")
         return [found[n] for n in range(len(requests))]
 
     def _send(self, request: Request, stop: Event) -> Outcome:

@@ -46,7 +46,7 @@ ANSWER = Kind("an answer of a source", shape_of(KeptAnswer), ADVICE, grows=True)
 
 
 class Kept:
-    """What an endpoint has answered in this run, and the file that holds it. One thread uses it."""
+    """What an endpoint has answered in this run, and the file that holds it. One thread at a time uses it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
