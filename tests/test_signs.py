@@ -28,7 +28,7 @@ import hacrl.signs as signs
 
 class Long(list):
     def remove(self, activity):
-        time.sleep(0.2)
+        time.sleep(0.1)
         super().remove(activity)
 
 signs._activities = Long()
