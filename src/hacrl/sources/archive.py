@@ -160,22 +160,16 @@ class Archive(OutsideSource):
         logps = None
         if answer.logp_sum is not None:
             logps = [answer.logp_sum / answer.num_tokens] * answer.num_tokens
-        return Rollout(
-            step=step,
-            prompt_id=problem.id,
-            prompt=problem.prompt,
-            prompt_index=position,
-            source=self.index,
-            index=index,
+        return self.rollout(
+            problem,
+            position,
+            index,
+            step,
             text=answer.text,
-            token_ids=[],
             logps=logps,
             num_tokens=answer.num_tokens,
             finish_reason=answer.finish_reason,
             ended=answer.ended,
-            special_inside=False,
-            vocabulary=f"source {self.config.id}",
-            policy_version=0,
             lead=answer.lead,
             opened=answer.opened,
             reward=answer.reward if self.config.trust_rewards else None,

@@ -238,22 +238,16 @@ class Endpoint(OutsideSource):
         return Expected(own.api, max_tokens, request.prompt_bytes, bool(own.stop), own.reasoning, self.client.secret)
 
     def _rollout(self, outcome: Outcome, problem: Problem, position: int, index: int, step: int) -> Rollout:
-        return Rollout(
-            step=step,
-            prompt_id=problem.id,
-            prompt=problem.prompt,
-            prompt_index=position,
-            source=self.index,
-            index=index,
+        return self.rollout(
+            problem,
+            position,
+            index,
+            step,
             text=outcome.text,
-            token_ids=[],
             logps=outcome.logps if self.decision["logps"] else None,
             num_tokens=outcome.num_tokens,
             finish_reason=outcome.finish_reason,
             ended=outcome.ended,
-            special_inside=False,
-            vocabulary=f"source {self.config.id}",
-            policy_version=0,
         )
 
     def metrics(self, figures: Counter[str]) -> dict[str, float]:

@@ -54,6 +54,25 @@ class OutsideSource(ABC):
         given.figures["prompts"] = len(problems)
         return given
 
+    def rollout(self, problem: Problem, position: int, index: int, step: int, **own: Any) -> Rollout:
+        """An answer to the problem at a position, as a rollout; `own` are the fields that only this source knows.
+
+        The tokens of the answer are not known, so learners read its text.
+        """
+        return Rollout(
+            step=step,
+            prompt_id=problem.id,
+            prompt=problem.prompt,
+            prompt_index=position,
+            source=self.index,
+            index=index,
+            token_ids=[],
+            special_inside=False,
+            vocabulary=f"source {self.config.id}",
+            policy_version=0,
+            **own,
+        )
+
     @abstractmethod
     def metrics(self, figures: Counter[str]) -> dict[str, float]:
         """Metrics of a step from the sums of its figures, besides those that are counted from the rollouts."""
