@@ -123,8 +123,8 @@ bench: $(VENV)/.dev .venv-trl/.installed .venv-vllm/.installed .bench/smollm2/co
 	mkdir -p .bench/results
 	$(BIN)/python speed/cycle.py zoo:llama-plus --json .bench/results/cycle-zoo.json
 	$(BIN)/python speed/cycle.py .bench/smollm2 --prompts 4 --tokens 48 --cycles 3 --json .bench/results/cycle-smollm2.json
-	$(BIN)/python speed/sampling.py .bench/smollm2 --prompts 4 --tokens 48 --engines native generate vllm --json .bench/results/sampling-smollm2.json
-	$(BIN)/python speed/sampling.py smollm2 --prompts 8 --tokens 256 --mean 48 --rounds 2 --json .bench/results/sampling-unequal.json
+	$(BIN)/python speed/sampling.py .bench/smollm2 --work 4x8x48 --engines native generate vllm --json .bench/results/sampling-smollm2.json
+	$(BIN)/python speed/sampling.py smollm2 --work 8x8x256~48 --rounds 2 --json .bench/results/sampling-unequal.json
 	$(BIN)/python speed/collaboration.py demo --json .bench/results/collaboration-demo.json
 	$(BIN)/python speed/growth.py --json .bench/results/growth.json
 	$(BIN)/python speed/summary.py .bench/results

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SAMPLING = "sampling.py {shape} --vllm-python {python} {vllm}"
-LENGTHS = "--prompts 64 --prompt-tokens 128 --mean 720 --tokens 4096 --repeats 2"
+SAMPLING = "sampling.py {shape} --vllm-python {python} {vllm} --prompt-tokens 128"
+LONG, UNEQUAL, EQUAL, EQUAL_MANY = "128x8x8192~1500", "64x8x4096~720", "32x8x512", "128x8x512"
 MEMORY = "memory.py {shape} --prompts 16 --generations 8 --mean 720 --most 4096"
 PAGED = {"HACRL_CUDA_ENGINE": "paged"}
 
@@ -52,25 +52,18 @@ def memory(shapes: str, arguments: str) -> str:
 PARTS = {
     "check": Part("the engine with blocks against the plain one", 5, "check_paged.py", checked=False),
     "lengths": Part(
-        "sampling 1.7B, 64 x 8, mean 720, at most 4,096", 9.5,
-        sampling("qwen3-1.7b", f"{LENGTHS} --engines paged graphed vllm"), "vLLM"),
-    "cache": Part(
-        "the same with 10 GiB of cache", 7,
-        sampling("qwen3-1.7b", f"{LENGTHS} --cache-gib 10 --engines paged vllm"), "vLLM"),
-    "long": Part(
-        "sampling 1.7B, 128 x 8, mean 1,500, at most 8,192", 9.5,
-        sampling("qwen3-1.7b", "--prompts 128 --prompt-tokens 128 --mean 1500 --tokens 8192 --repeats 1 "
+        "sampling 1.7B: lengths 1,500 on average, 720, and equal ones", 9.9,
+        sampling("qwen3-1.7b", f"--work {LONG} {UNEQUAL} {EQUAL} {EQUAL_MANY} --warmup 0 --repeats 1 "
                  "--engines paged vllm"), "vLLM"),
+    "cache": Part(
+        "sampling 1.7B, lengths 720 on average, with 10 GiB of cache", 7,
+        sampling("qwen3-1.7b", f"--work {UNEQUAL} --repeats 1 --cache-gib 10 --engines paged vllm"), "vLLM"),
     "equal": Part(
-        "sampling 1.7B, 256 x 512 tokens", 5,
-        sampling("qwen3-1.7b", "--prompts 32 --prompt-tokens 128 --tokens 512 --engines paged graphed vllm"), "vLLM"),
-    "equal-many": Part(
-        "sampling 1.7B, 1,024 x 512 tokens", 5,
-        sampling("qwen3-1.7b", "--prompts 128 --prompt-tokens 128 --tokens 512 --engines paged graphed vllm"), "vLLM"),
+        "sampling 1.7B, equal lengths, with and without blocks", 4,
+        sampling("qwen3-1.7b", f"--work {EQUAL} {EQUAL_MANY} --repeats 1 --engines paged graphed")),
     "small": Part(
-        "sampling SmolLM2, 32 x 8 x 128 tokens", 3, sampling("smollm2", "--prompts 32 --engines paged graphed")),
-    "small-many": Part(
-        "sampling SmolLM2, 128 x 8 x 128 tokens", 3, sampling("smollm2", "--prompts 128 --engines paged graphed")),
+        "sampling SmolLM2, equal lengths, with and without blocks", 3,
+        "sampling.py smollm2 --work 32x8x128 128x8x128 --engines paged graphed"),
     "hacpo": Part(
         "HACPO steps of 1.7B + 4B, 16 x 8, mean 720, at most 4,096", 9.5,
         memory("qwen3-1.7b qwen3-4b", "--algorithms hacpo"), environment=tuple(PAGED.items())),

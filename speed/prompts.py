@@ -12,7 +12,10 @@ import json
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from shapes import stop_tokens
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo")
 
@@ -40,6 +43,33 @@ def arithmetic_prompts(count: int) -> list[str]:
     from hacrl.tasks.arithmetic import ArithmeticTask  # a peer's environment has no hacrl, and never calls this
 
     return [str(problem.prompt) for problem in ArithmeticTask(seed=0).train(0, count)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is sampled, written PROMPTSxANSWERSxTOKENS~MEAN: answers of so many tokens, or of a mean length up to it."""
+
+    prompts: int
+    answers: int
+    tokens: int
+    mean: float | None = None
+    """Mean of geometric lengths, if none were cut off; None: all answers have `tokens` tokens."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Work":
+        sizes, _, mean = text.partition("~")
+        return cls(*map(int, sizes.split("x")), float(mean) if mean else None)
+
+    def __str__(self) -> str:
+        return f"{self.prompts}x{self.answers}x{self.tokens}" + (f"~{self.mean:g}" if self.mean else "")
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.answers
+
+    def stop_ids(self, vocabulary: int) -> list[int]:
+        """The tokens that end an answer: a share of 1 / mean of them, from the second on."""
+        return list(range(1, 1 + stop_tokens(vocabulary, self.mean))) if self.mean else []
 
 
 KINDS = {"arithmetic": arithmetic_prompts, "words": word_problems}

@@ -33,15 +33,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Shapes as in the published config.json of SmolLM2-135M and of Qwen3."""
 
 
-def stop_tokens(shape: dict[str, Any], mean: float) -> int:
+def stop_tokens(vocabulary: int, mean: float) -> int:
     """How many tokens, from the second on, end an answer."""
-    return max(round(shape["vocab_size"] / mean), 1)
+    return max(round(vocabulary / mean), 1)
 
 
 def random_prompts(shape: dict[str, Any], mean: float, count: int, length: int) -> list[list[int]]:
     """Token ids of prompts, none of which ends an answer."""
     rng = random.Random("prompts")
-    first = 1 + stop_tokens(shape, mean)
+    first = 1 + stop_tokens(shape["vocab_size"], mean)
     return [[rng.randrange(first, shape["vocab_size"]) for _ in range(length)] for _ in range(count)]
 
 
@@ -51,7 +51,7 @@ def make_model(folder: Path, shape: dict[str, Any], mean: float, device: str, dt
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    ends = stop_tokens(shape, mean)
+    ends = stop_tokens(shape["vocab_size"], mean)
     words = ["<unknown>", "<end>", *(f"w{i}" for i in range(2, shape["vocab_size"]))]
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))

@@ -26,11 +26,11 @@ def cycle(result: dict[str, Any]) -> list[list[str]]:
 
 
 def sampling(result: dict[str, Any]) -> list[list[str]]:
-    rates, ours = result["rates"], result["ours"]
-    wanted, what = {"vllm": ">= 1"}, f"sampling, {Path(result['model']).name}, {result['size']}"
+    ours, wanted, model = result["ours"], {"vllm": ">= 1"}, Path(result["model"]).name
     return [
-        [what, f"{rates[ours]:,.0f}/s", f"{name} {rate:,.0f}/s", f"{rates[ours] / rate:.2f}", wanted.get(name, "")]
-        for name, rate in rates.items() if name not in (ours, "floor")
+        [f"sampling, {model}, {work}", f"{rates[ours]:,.0f}/s", f"{name} {rate:,.0f}/s", f"{rates[ours] / rate:.2f}",
+         wanted.get(name, "")]
+        for work, rates in result["rates"].items() for name, rate in rates.items() if name not in (ours, "floor")
     ]  # fmt: skip
 
 

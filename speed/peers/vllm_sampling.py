@@ -1,13 +1,12 @@
 """How fast vLLM samples, on a CPU or a GPU.
 
     make .venv-vllm/.installed
-    python speed/prompts.py words 40 words.json
-    .venv-vllm/bin/python speed/peers/vllm_sampling.py MODEL_DIR --prompts-file words.json --prompts 4 --tokens 48
+    .venv-vllm/bin/python speed/peers/vllm_sampling.py MODEL_DIR --prompts-file prompts.json --work 4x8x48
 
-The last line of the output is a JSON object with the tokens/s of every repeat. Every completion has exactly `--tokens`
-tokens, or with `--mean` ends with one of the model's end-of-turn tokens, and comes with the log-probability of each
-sampled token, as training needs it. The engine runs inside this process. A repeat takes the next prompts of the file
-and a seed of its own; prompts seen before are found in the prefix cache, where it is on.
+The last line of the output is a JSON object with the seconds and tokens of every repeat. speed/sampling.py explains
+`--work`, and writes the file: prompts by work. Every completion comes with the log-probability of each sampled token,
+as training needs it. The engine runs inside this process. A repeat takes the next prompts of the file and a seed of its
+own; prompts seen before are found in the prefix cache, where it is on.
 """
 
 import argparse
@@ -18,22 +17,19 @@ import sys
 import time
 from pathlib import Path
 
-from process import add_process_options, cpu_seconds, peak_rss_gib, read_prompts, render, restart_with_environment
+from process import add_process_options, cpu_seconds, peak_rss_gib, restart_with_environment
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from prompts import prompts_of_cycle
+from prompts import Work, prompts_of_cycle
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a Hugging Face model")
-    parser.add_argument("--prompts-file", type=Path, required=True, help="JSON list of strings or of token ids")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5, help="measured repeats")
+    parser.add_argument("--prompts-file", type=Path, required=True, help="JSON: lists of token ids by work")
+    parser.add_argument("--work", nargs="+", type=Work.parse, required=True)
+    parser.add_argument("--repeats", type=int, default=3, help="measured repeats")
     parser.add_argument("--warmup", type=int, default=1, help="repeats before those, not reported")
-    parser.add_argument("--mean", type=float, help="lengths are not forced; the model was made for this mean")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--eager", action="store_true", help="no torch.compile: starts sooner")
     parser.add_argument("--no-prefix-caching", action="store_true")
@@ -67,12 +63,10 @@ def main() -> None:
 
     if options.no_amx:
         torch.cpu._is_amx_tile_supported = lambda: False
-    from transformers import GenerationConfig
 
     import vllm
 
-    prompts = read_prompts(options.prompts_file)
-    rollouts = options.prompts * options.generations
+    prompts = json.loads(options.prompts_file.read_text("utf-8"))
     on_gpu = torch.cuda.is_available()
     dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     cache = {"kv_cache_memory_bytes": int(options.cache_gib * 2**30)} if on_gpu and options.cache_gib else {}
@@ -80,63 +74,54 @@ def main() -> None:
     settings = {
         "dtype": dtype,
         "seed": options.seed,
-        "max_num_seqs": rollouts,
+        "max_num_seqs": max(work.rows for work in options.work),
         "enforce_eager": options.eager,
         "enable_prefix_caching": not options.no_prefix_caching,
         "generation_config": "vllm",  # nothing of the model's own sampling defaults
         "disable_log_stats": True,
     }
     engine = vllm.LLM(model=options.model, **settings, **cache, **given)
-    tokenizer = engine.get_tokenizer()
-    ends = GenerationConfig.from_pretrained(options.model).eos_token_id if options.mean else []
-
-    repeats, lengths = [], []
-    for repeat in range(options.warmup + options.repeats):
-        ids = [render(tokenizer, prompt) for prompt in prompts_of_cycle(prompts, repeat, options.prompts)]
-        sampling = vllm.SamplingParams(
-            n=options.generations,
-            temperature=1.0,
-            max_tokens=options.tokens,
-            ignore_eos=True,  # the stop tokens include it
-            stop_token_ids=ends,
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-        )
-        torch.manual_seed(options.seed + repeat)
-        begin, before = time.perf_counter(), cpu_seconds()
-        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in ids], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begin
-        own, others = (now - was for now, was in zip(cpu_seconds(), before, strict=True))
-        completions = [completion for output in outputs for completion in output.outputs]
-        assert len(completions) == rollouts
-        sampled = [len(completion.token_ids) for completion in completions]
-        assert sampled == [len(completion.logprobs) for completion in completions]
-        assert options.mean or set(sampled) == {options.tokens}
-        assert len({tuple(completion.token_ids) for completion in completions}) > rollouts // 2, "copies"
-        if repeat == 0:
-            first = time.perf_counter() - start
-        if repeat >= options.warmup:
-            rate = round(sum(sampled) / seconds, 1)
-            repeats.append({"seconds": round(seconds, 4), "tokens": sum(sampled), "tokens_per_second": rate})
-            repeats[-1] |= {"longest": max(sampled), "cpu": round(own, 2), "others_cpu": round(others, 2)}
-            lengths += map(len, ids)
-    startup = first - statistics.median(repeat["seconds"] for repeat in repeats)
+    vocabulary = engine.llm_engine.model_config.get_vocab_size()
+    works, repeats = {}, list[dict[str, float]]()
+    for work in options.work:
+        works[str(work)] = repeats = []
+        for repeat in range(options.warmup + options.repeats):
+            ids = prompts_of_cycle(prompts[str(work)], repeat, work.prompts)
+            sampling = vllm.SamplingParams(
+                n=work.answers,
+                temperature=1.0,
+                max_tokens=work.tokens,
+                ignore_eos=True,  # the stop tokens include it
+                stop_token_ids=work.stop_ids(vocabulary),
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            torch.manual_seed(options.seed + repeat)
+            begin, before = time.perf_counter(), cpu_seconds()
+            outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in ids], sampling, use_tqdm=False)
+            seconds = time.perf_counter() - begin
+            own, others = (now - was for now, was in zip(cpu_seconds(), before, strict=True))
+            completions = [completion for output in outputs for completion in output.outputs]
+            sampled = [len(completion.token_ids) for completion in completions]
+            assert len(completions) == work.rows
+            assert sampled == [len(completion.logprobs) for completion in completions]
+            assert work.mean or set(sampled) == {work.tokens}
+            assert len({tuple(completion.token_ids) for completion in completions}) > work.rows // 2, "copies"
+            repeats.append({"seconds": seconds, "tokens": sum(sampled), "longest": max(sampled)})
+            repeats[-1] |= {"cpu": round(own, 2), "others_cpu": round(others, 2)}
+            repeats[-1]["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else peak_rss_gib()
+            if len(works) == len(repeats) == 1:
+                first = time.perf_counter() - start
+        del repeats[: options.warmup]
+    startup = first - statistics.median(repeat["seconds"] for repeat in works[str(options.work[0])])
 
     result = {
         "peer": "vllm",
         "version": vllm.__version__,
-        "repeats": repeats,
-        "median": {name: round(statistics.median(repeat[name] for repeat in repeats), 4) for name in repeats[0]},
-        "warmup_repeats": options.warmup,
+        "works": works,
         "startup_seconds": round(startup, 1),
-        "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if on_gpu else peak_rss_gib(),
-        "prompt_tokens": round(statistics.mean(lengths), 1),
         "settings": {
             "model": Path(options.model).name,
-            "prompts": options.prompts,
-            "generations": options.generations,
-            "tokens": options.tokens,
-            "mean": options.mean,
             "options": given,
             "dtype": dtype,
             "compiled": not options.eager,

@@ -1,7 +1,7 @@
 """An ordinary transformers decoder in two parts: layers that give hidden states, and a projection to logits."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -53,7 +53,12 @@ class Backbone:
 
     @property
     def head(self) -> Head:
-        return Head.of(self.model)
+        single = self.lean.single.get(self.model.get_output_embeddings()) if self.lean is not None else None
+        return Head.of(self.model, None if single is None else single.packed)
+
+    def packed(self) -> AbstractContextManager[None]:
+        """Context for many products of a few rows; weights must not change in it. It takes their size in memory."""
+        return nullcontext() if self.lean is None else self.lean.packed()
 
     @property
     def device(self) -> torch.device:

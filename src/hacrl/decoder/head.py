@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hacrl.decoder.products import product
+
 try:
     from hacrl.decoder import kernels
 except ImportError:  # no Triton: not a CUDA machine
@@ -23,17 +25,19 @@ class Head:
     bias_V: Tensor | None
     scale: float
     softcap: float | None
+    packed: Tensor | None = None
+    """The weight as `products.pack` arranges it, while it does not change."""
 
     @classmethod
-    def of(cls, model: Any) -> "Head":
+    def of(cls, model: Any, packed: Tensor | None = None) -> "Head":
         linear, config = model.get_output_embeddings(), model.config
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
-        return cls(linear.weight, getattr(linear, "bias", None), float(scale), softcap)
+        return cls(linear.weight, getattr(linear, "bias", None), float(scale), softcap, packed)
 
     def logits(self, hidden_MD: Tensor) -> Tensor:
         """Logits in float32, or in float64 for a float64 model."""
-        logits_MV = wide_product(hidden_MD, self.weight_VD.t())
+        logits_MV = wide_product(hidden_MD, self.weight_VD, self.packed)
         if self.bias_V is not None:
             logits_MV = logits_MV + self.bias_V
         if self.scale != 1.0:
@@ -50,13 +54,13 @@ class Head:
         return logp_M, entropy_M
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with a float32 result for bfloat16 matrices: rounding logits to bfloat16 would lose two digits."""
+def wide_product(a: Tensor, b: Tensor, packed: Tensor | None = None) -> Tensor:
+    """a @ b.T with a float32 result for bfloat16 matrices: rounding logits to bfloat16 would lose two digits."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
     if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+        return product(a, b, packed=packed)
+    return product(a.float(), b.float())
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -90,13 +94,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
             delta = _logit_gradient(head, logits, target, norm, grad, temperature)
             if entropy_gradient:
                 delta = (delta + _entropy_gradient(head, logits, norm, entropy, grad_entropy, temperature)).to(delta)
-            grad_hidden[:] = delta @ weight_VD
+            grad_hidden[:] = product(delta, weight_VD.t())
             if grad_weight_VD is None:
                 pass  # only adapters are trained
-            elif hidden.dtype == grad_weight_VD.dtype:
+            elif hidden.is_cuda and hidden.dtype == grad_weight_VD.dtype:
                 grad_weight_VD.addmm_(delta.t(), hidden)
             else:
-                grad_weight_VD += wide_product(delta.t(), hidden)
+                grad_weight_VD += wide_product(delta.t(), hidden.t())
             if grad_bias_V is not None:
                 grad_bias_V += delta.sum(0)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)

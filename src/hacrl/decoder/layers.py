@@ -4,7 +4,8 @@ A replacement computes what the layer's own code does, in fewer passes over memo
 values, one for gate and up, fused norms, rotations and gates. `Backbone` compares the outputs before it relies on them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from hacrl.decoder.attention import Rule
+from hacrl.decoder.products import linear, linear_in_parts, pack
 
 try:
     from hacrl.decoder import kernels
@@ -27,8 +29,14 @@ class LeanLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.joined: list[Joined] = []
-        new = ((m, lean_norm(m) or lean_attention(m, self.joined) or lean_mlp(m, self.joined)) for m in model.modules())
+        modules = list(model.modules())
+        new = ((m, lean_norm(m) or lean_attention(m, self.joined) or lean_mlp(m, self.joined)) for m in modules)
         self.forwards = {module: forward for module, forward in new if forward is not None}
+        inside = {layer for joined in self.joined for layer in joined.layers}
+        self.single: dict[nn.Module, Single] = {
+            m: Single(m) for m in modules if type(m) is nn.Linear and on_cpu(m) and m not in inside
+        }
+        self.forwards |= self.single
 
     def refresh(self) -> bool:
         """Join weights again that were separated, for example by a change of dtype; returns True if any were."""
@@ -36,6 +44,33 @@ class LeanLayers:
         for joined in apart:
             joined.join()
         return bool(apart)
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Context in which weights do not change, and products read a copy of them where that is faster."""
+        products: list[Joined | Single] = [*self.joined, *self.single.values()]
+        try:
+            for each in products:
+                each.packed = pack(each.weight)
+            yield
+        finally:
+            for each in products:
+                each.packed = None
+
+
+class Single:
+    """A linear layer on a CPU."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.packed: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.layer.weight, self.layer.bias, self.packed)
 
 
 class Joined:
@@ -46,6 +81,7 @@ class Joined:
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.packed: Tensor | None = None
         self.join()
 
     def join(self) -> None:
@@ -75,31 +111,9 @@ class Joined:
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.layers[0].weight.requires_grad:
-            parts = [layer.weight for layer in self.layers]
-            if self.bias is not None:
-                parts += [layer.bias for layer in self.layers]
-            joined: Tensor = _JoinedLinear.apply(x, self.weight, self.bias, self.sizes, *parts)
-            return joined
-        return F.linear(x, self.weight, self.bias)
-
-
-class _JoinedLinear(torch.autograd.Function):
-    """A linear layer whose weight and bias are made of parts: slices of them, which get the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.sizes, ctx.has_bias = sizes, bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        grad_SO = grad.flatten(0, -2)
-        parts = (grad_SO.t() @ x.flatten(0, -2)).split(ctx.sizes)
-        biases = grad_SO.sum(0).split(ctx.sizes) if ctx.has_bias else ()
-        grad_x = (grad_SO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, *parts, *biases
+            biases = [] if self.bias is None else [layer.bias for layer in self.layers]
+            return linear_in_parts(x, self.weight, self.bias, [layer.weight for layer in self.layers], biases)
+        return linear(x, self.weight, self.bias, self.packed)
 
 
 def are_neighbours(parts: list[Tensor]) -> bool:
@@ -110,6 +124,10 @@ def are_neighbours(parts: list[Tensor]) -> bool:
             return False
         place += part.numel() * part.element_size()
     return True
+
+
+def on_cpu(layer: nn.Linear) -> bool:
+    return layer.weight.device.type == "cpu"
 
 
 def joinable(module: nn.Module, layers: list[Any], others: Sequence[str]) -> bool:

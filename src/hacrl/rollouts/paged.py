@@ -41,6 +41,15 @@ MARGIN = 1 << 29
 """Bytes of free memory that the cache leaves to others, besides what a pass needs."""
 
 
+def fine_bucket(n: int) -> int:
+    """Round up to the next of 1, 2, 4, 8, 16, ..., 64, 72, 80, ..., 128, 144, ...: at most an eighth is filled up.
+
+    With hundreds of rows, matrix products take time for each of them.
+    """
+    size = max(1 << max(n.bit_length() - 4, 0), 8)
+    return min(bucket(n), -(-n // size) * size)
+
+
 @dataclass(eq=False)
 class Prompt:
     """A prompt that several rows continue. Its last token is not in its blocks."""
@@ -150,7 +159,7 @@ class PagedEngine(LocalEngine):
         while waiting or running:
             self._extend(board, running, waiting, limit)
             running += self._admit(board, running, waiting, limit)
-            B = bucket(len(running))
+            B = fine_bucket(len(running))
             board.columns.fill(len(running), B)
             graph = self._step_graph(board, B, params)
             steps = min(LOOK_EVERY, max(limit - row.sampled for row in running))
@@ -291,7 +300,7 @@ class PagedEngine(LocalEngine):
         assert self.cache is not None
         moved, self.moved = self.moved != self.backbone.moved, self.backbone.moved
         L = -(-L // kernels.BLOCK) * kernels.BLOCK
-        wanted = (bucket(min(N, self.batch_size)), N, T, L, bucket(max(PREFILL_TOKENS // L, 1)))
+        wanted = (fine_bucket(min(N, self.batch_size)), N, T, L, bucket(max(PREFILL_TOKENS // L, 1)))
         has = self.board.room if self.board else (0,) * len(wanted)
         limit = T
         self.cache.margin = self.margin + self._pass_bytes(wanted[0], L) if self.cache.device.type == "cuda" else 0
