@@ -230,7 +230,8 @@ def ours(options: argparse.Namespace, model: Any) -> Sample:
     from hacrl.rollouts.engine import SamplingParams
     from hacrl.rollouts.native import NativeEngine
 
-    backbone = Backbone(model)
+    backbone, vocabulary = Backbone(model), model.config.vocab_size
+    most = max(len(work.stop_ids(vocabulary)) for work in options.work) or 1
     if model.device.type == "cuda":
         cast_parameters(model, torch.bfloat16)
     common: Any = (backbone, None, [-1], 4096)
@@ -247,7 +248,10 @@ def ours(options: argparse.Namespace, model: Any) -> Sample:
         engine = NativeEngine(*common)
 
     def sample(work: Work, prompts: list[list[int]], seed: int) -> list[int]:
-        engine.stop_ids = work.stop_ids(model.config.vocab_size) or [-1]
+        ids = work.stop_ids(vocabulary) or [-1]
+        engine.stop_ids = ids + ids[-1:] * (most - len(ids))
+        if getattr(engine, "board", None) is not None:  # captured graphs read the ids from there
+            engine.board.stop_ids.copy_(torch.tensor(engine.stop_ids))
         params = SamplingParams(work.answers, work.tokens, temperature=1.0)
         return [len(completion.token_ids) for group in engine.sample(prompts, params, seed) for completion in group]
 

@@ -68,6 +68,9 @@ def compile_all() -> None:
         logits, logits, *rows, whole(257).int(), whole(1), whole(1), tokens.int(), tokens, whole(257).int(), whole(211),
         1.0,
     )  # fmt: skip
+    both, angles = numbers(256, 32, 128)[:, :24], numbers(256, 128)  # of Qwen3
+    kernels.turn(both, angles, angles, 16, (numbers(128), numbers(128), 1e-6))
+    kernels.turn_back(numbers(256, 24, 128), both, angles, angles, 16, (numbers(128), numbers(128), 1e-6))
     prompt, own = (numbers(32, 8, 128, 128),) * 2, (numbers(257, 8, 512, 128),) * 2
     heads = (numbers(256, heads, 128) for heads in (16, 8, 8))
     kernels.decode_attention(*heads, prompt, own, whole(256), whole(256), whole(32), whole(1), 0.1, None, None)

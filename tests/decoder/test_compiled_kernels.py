@@ -15,13 +15,12 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     compiled = json.loads(ended.stdout)
-    assert sorted(compiled) == sorted(
-        ["_attention_kernel", "_combine_kernel", "_decode_attention_kernel", "_sample_kernel", "_store_kernel"]
-    )
+    kinds = ("attention", "choose", "combine", "decode_attention", "record", "store", "turn", "turn_back")
+    assert set(compiled) == {f"_{kind}_kernel" for kind in kinds}
     assert len(compiled["_attention_kernel"]) == 2
     for name, kinds in compiled.items():
         for kind in kinds:
             assert kind["bytes"] > 0
-            assert kind["wide"] > 0, name
+            assert kind["wide"] > 0 or name == "_record_kernel", name
             assert kind["shared"] <= 48 * 1024  # several programs at a time on a multiprocessor
             assert (kind["products"] > 0) == name.endswith("attention_kernel")

@@ -243,15 +243,37 @@ def test_rotation_turns_each_pair_by_its_angle_and_back(S: int, H: int, D: int) 
     x_SHD = wide[..., :D]  # not contiguous, as a slice of queries, keys and values is not
     angle = torch.randn(S, D // 2)
     cos, sin = (torch.cat([part, part], dim=1) for part in (angle.cos(), angle.sin()))
-    turned = kernels.rotate(x_SHD, cos, sin, 1)
+    turned = kernels.turn(x_SHD, cos, sin, H, None)
     number = torch.complex(x_SHD[..., : D // 2], x_SHD[..., D // 2 :]) * torch.exp(1j * angle)[:, None]
     assert torch.allclose(turned, torch.cat([number.real, number.imag], dim=2), atol=1e-6)
-    assert torch.allclose(kernels.rotate(turned, cos, sin, -1), x_SHD, atol=1e-6)
     # The rotation back is the gradient: <rotate(x), y> = <x, rotate_back(y)>.
     y_SHD = torch.randn(S, H, D)
-    assert (turned * y_SHD).sum().item() == pytest.approx(
-        (x_SHD * kernels.rotate(y_SHD, cos, sin, -1)).sum().item(), abs=1e-4
-    )
+    back_SHD, *nothing = kernels.turn_back(y_SHD, y_SHD, cos, sin, H, None)
+    assert nothing == [None, None]
+    assert (turned * y_SHD).sum().item() == pytest.approx((x_SHD * back_SHD).sum().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("S", "H", "K", "D"), [(3, 2, 1, 8), (2, 9, 3, 12), (5, 1, 1, 2)])
+def test_norms_and_rotation_are_the_plain_ones_and_so_are_their_gradients(
+    S: int, H: int, K: int, D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of more than one program, and tokens that programs share."""
+    monkeypatch.setattr(kernels, "SUMS", 2)
+    x_SHD = torch.randn(S, (H + 2 * K), D, dtype=torch.float64).requires_grad_()
+    weights = [(1 + torch.randn(D, dtype=torch.float64) / 4).requires_grad_() for _ in range(2)]
+    angle, grad_SHD = torch.randn(S, D // 2), torch.randn(S, H + K, D)
+    cos, sin = (torch.cat([part, part], dim=1) for part in (angle.cos(), angle.sin()))
+    parts = zip(x_SHD[:, : H + K].split([H, K], dim=1), weights, strict=True)
+    normed = torch.cat([F.rms_norm(part, (D,), weight, 1e-3) for part, weight in parts], dim=1)
+    first, second = normed.chunk(2, dim=2)
+    expected = normed * cos[:, None] + torch.cat([-second, first], dim=2) * sin[:, None]
+    expected.backward(grad_SHD.double())
+    given = x_SHD.detach().float()[:, : H + K]
+    norms = (*(weight.detach().float() for weight in weights), 1e-3)
+    assert torch.allclose(kernels.turn(given, cos, sin, H, norms).double(), expected, atol=1e-5)
+    grads = kernels.turn_back(grad_SHD, given, cos, sin, H, norms)
+    for grad, right in zip(grads, (x_SHD.grad[:, : H + K], *(weight.grad for weight in weights)), strict=True):
+        assert torch.allclose(grad.double(), right, atol=2e-5)
 
 
 @pytest.mark.parametrize(("S", "size"), [(3, 37), (2, 1100), (1, 1)])

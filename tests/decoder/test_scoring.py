@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hacrl.decoder import Backbone
+from hacrl.decoder import Backbone, layers
 from hacrl.decoder.packing import Packed
 from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs, common_shape, fresh_leaves
@@ -90,6 +90,23 @@ def test_packed_scores_and_gradients_are_the_plain_ones(kind: str, lean: bool, m
     assert leaner == (lean and kind in LEAN)
     # Cohere's rotation is in float32.
     assert_equal(packed(Scorer(backbone)), expected, 1e-7 if kind == "cohere" else 1e-9)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "mistral", "olmo2"])
+def test_what_runs_on_a_gpu_gives_the_plain_scores_and_gradients(
+    kind: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels in Triton's interpreter, and products that add residuals; with gradient checkpointing, too."""
+    model = tiny(kind)
+    expected = plain(model)
+    monkeypatch.setattr(layers, "by_kernels", lambda x: True)
+    backbone = Backbone(model)
+    backbone.checkpointing = again
+    assert backbone.lean is not None
+    usual = [layer for layer in model.base_model.layers if layer in backbone.lean.forwards]
+    assert len(usual) == (2 if kind in ("llama", "qwen3") else 0)
+    assert_equal(packed(Scorer(backbone)), expected, 2e-4)
 
 
 @pytest.mark.parametrize("graphed", [False, True])

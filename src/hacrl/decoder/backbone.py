@@ -16,12 +16,17 @@ from hacrl.decoder.head import Head
 from hacrl.decoder.layers import LeanLayers
 from hacrl.decoder.packing import Packed
 
+Forwards = dict[nn.Module, Callable[..., Any]]
+"""Functions that modules use in place of their own forward."""
 
-def checkpointed_layers(model: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-    """A forward for each checkpointable layer that computes activations again in the backward pass."""
+
+def checkpointed_layers(model: nn.Module, others: Forwards | None = None) -> Forwards:
+    """A forward for each checkpointable layer that computes activations again in the backward pass.
+
+    `others`: what modules use otherwise, if it is not their own forward."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return {layer: partial(again, layer.forward) for layer in layers}
+    return {layer: partial(again, (others or {}).get(layer, layer.forward)) for layer in layers}
 
 
 class CannotDrive(Exception):
@@ -93,12 +98,12 @@ class Backbone:
                 self._take_over()
 
     def _take_over(self) -> None:
-        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        forwards: Forwards = {}
         if self.lean is not None:
             self.moved += self.lean.refresh()
             forwards |= self.lean.forwards
         if self.checkpointing:
-            forwards |= checkpointed_layers(self.body)
+            forwards |= checkpointed_layers(self.body, forwards)
         self.before = {module: module.__dict__.get("forward") for module in forwards}
         self.attention_before = self.model.config._attn_implementation
         self.model.config._attn_implementation = NAME

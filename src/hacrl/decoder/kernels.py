@@ -163,33 +163,122 @@ def sample_tokens(
 
 
 @triton.jit
-def _rotate_kernel(
-    x, cos, sin, output, x_s, x_h, output_s, output_h, cos_s,
-    H: tl.constexpr, HALF: tl.constexpr, H_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, SIGN: tl.constexpr,
+def _norm_weights(query_weight, key_weight, is_query, d, HALF: tl.constexpr):
+    """Weights of the norms of queries and keys, for the first and the second half of each head."""
+    query_a = tl.load(query_weight + d, mask=d < HALF, other=0.0)
+    query_b = tl.load(query_weight + HALF + d, mask=d < HALF, other=0.0)
+    key_a = tl.load(key_weight + d, mask=d < HALF, other=0.0)
+    key_b = tl.load(key_weight + HALF + d, mask=d < HALF, other=0.0)
+    return tl.where(is_query, query_a, key_a).to(tl.float32), tl.where(is_query, query_b, key_b).to(tl.float32)
+
+
+@triton.jit
+def _turn_kernel(
+    x, query_weight, key_weight, cos, sin, output, x_s, x_h, cos_s, H, HEADS, eps,
+    NORM: tl.constexpr, HALF: tl.constexpr, H_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token: (a, b) -> (a cos - b sin, b cos + a sin), where a and b are the halves of each head."""
+    """Norm, if there is one, and rotation of some heads of one token: (a, b) -> (a cos - b sin, b cos + a sin), where a
+    and b are the halves of a head. The first H heads are queries, the others keys."""
     s = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, H_BLOCK)[:, None]
+    h = tl.program_id(1) * H_BLOCK + tl.arange(0, H_BLOCK)[:, None]
     d = tl.arange(0, HALF_BLOCK)[None, :]
-    inside = (h < H) & (d < HALF)
+    inside = (h < HEADS) & (d < HALF)
     c = tl.load(cos + s * cos_s + d, mask=d < HALF, other=0.0).to(tl.float32)
-    n = tl.load(sin + s * cos_s + d, mask=d < HALF, other=0.0).to(tl.float32) * SIGN
+    n = tl.load(sin + s * cos_s + d, mask=d < HALF, other=0.0).to(tl.float32)
     a = tl.load(x + s * x_s + h * x_h + d, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + s * x_s + h * x_h + HALF + d, mask=inside, other=0.0).to(tl.float32)
-    to = output + s * output_s + h * output_h + d
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        of_a, of_b = _norm_weights(query_weight, key_weight, h < H, d, HALF)
+        # Rounded as a norm of its own would round it.
+        a = (a * scale * of_a).to(output.dtype.element_ty).to(tl.float32)
+        b = (b * scale * of_b).to(output.dtype.element_ty).to(tl.float32)
+    to = output + (s * HEADS + h) * 2 * HALF + d
     tl.store(to, (a * c - b * n).to(output.dtype.element_ty), mask=inside)
     tl.store(to + HALF, (b * c + a * n).to(output.dtype.element_ty), mask=inside)
 
 
-def rotate(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor:
-    S, H, D = x_SHD.shape
-    output = torch.empty(S, H, D, dtype=x_SHD.dtype, device=x_SHD.device)
-    _rotate_kernel[(S,)](
-        x_SHD, cos_SD, sin_SD, output, *x_SHD.stride()[:2], *output.stride()[:2], cos_SD.stride(0),
-        H=H, HALF=D // 2, H_BLOCK=triton.next_power_of_2(H), HALF_BLOCK=triton.next_power_of_2(D // 2), SIGN=sign,
-        num_warps=2,
+@triton.jit
+def _turn_back_kernel(
+    x, query_weight, key_weight, cos, sin, grad, output, sums, S, x_s, x_h, grad_s, grad_h, cos_s, H, HEADS, eps,
+    NORM: tl.constexpr, HALF: tl.constexpr, H_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of `_turn_kernel`. Each program takes some heads of many tokens and adds up the gradient of weights."""
+    h = tl.program_id(1) * H_BLOCK + tl.arange(0, H_BLOCK)[:, None]
+    d = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (h < HEADS) & (d < HALF)
+    if NORM:
+        of_a, of_b = _norm_weights(query_weight, key_weight, h < H, d, HALF)
+        sum_a = tl.zeros([H_BLOCK, HALF_BLOCK], tl.float32)
+        sum_b = tl.zeros([H_BLOCK, HALF_BLOCK], tl.float32)
+    for s in range(tl.program_id(0).to(tl.int64), S, tl.num_programs(0)):
+        c = tl.load(cos + s * cos_s + d, mask=d < HALF, other=0.0).to(tl.float32)
+        n = tl.load(sin + s * cos_s + d, mask=d < HALF, other=0.0).to(tl.float32)
+        y = tl.load(grad + s * grad_s + h * grad_h + d, mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(grad + s * grad_s + h * grad_h + HALF + d, mask=inside, other=0.0).to(tl.float32)
+        grad_a, grad_b = y * c + z * n, z * c - y * n
+        if NORM:
+            a = tl.load(x + s * x_s + h * x_h + d, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(x + s * x_s + h * x_h + HALF + d, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+            a, b = a * scale, b * scale
+            sum_a += grad_a * a
+            sum_b += grad_b * b
+            grad_a, grad_b = grad_a * of_a, grad_b * of_b
+            along = ((tl.sum(grad_a * a, 1) + tl.sum(grad_b * b, 1)) / (2 * HALF))[:, None]
+            grad_a, grad_b = scale * (grad_a - a * along), scale * (grad_b - b * along)
+        to = output + (s * HEADS + h) * 2 * HALF + d
+        tl.store(to, grad_a.to(output.dtype.element_ty), mask=inside)
+        tl.store(to + HALF, grad_b.to(output.dtype.element_ty), mask=inside)
+    if NORM:
+        at = sums + (tl.program_id(0) * HEADS + h) * 2 * HALF + d
+        tl.store(at, sum_a, mask=inside)
+        tl.store(at + HALF, sum_b, mask=inside)
+
+
+HEADS_OF_A_PROGRAM = 8
+SUMS = 512
+"""Programs over which the tokens of a backward pass are divided; each adds up gradients of the norms' weights."""
+Norms = tuple[Tensor, Tensor, float]
+"""Root-mean-square norms of queries and keys: their weights, and epsilon."""
+
+
+def turn(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, queries: int, norms: Norms | None) -> Tensor:
+    """Normalise heads, the first of which are queries and the others keys, and rotate them."""
+    output_SHD, grid, sizes = _turning(x_SHD, x_SHD.shape[0])
+    *weights, eps = norms or (x_SHD, x_SHD, 0.0)
+    _turn_kernel[grid](
+        x_SHD, *weights, cos_SD, sin_SD, output_SHD, *x_SHD.stride()[:2], cos_SD.stride(0),
+        queries, x_SHD.shape[1], eps, NORM=norms is not None, **sizes,
     )  # fmt: skip
-    return output
+    return output_SHD
+
+
+def turn_back(
+    grad_SHD: Tensor, x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, queries: int, norms: Norms | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `turn`: of its input, which is only read if there are norms, and of the weights of the norms."""
+    S, H, D = grad_SHD.shape
+    output_SHD, grid, sizes = _turning(grad_SHD, min(S, SUMS))
+    sums_PHD = torch.empty(grid[0], H, D, dtype=torch.float32, device=grad_SHD.device) if norms else output_SHD
+    *weights, eps = norms or (x_SHD, x_SHD, 0.0)
+    _turn_back_kernel[grid](
+        x_SHD, *weights, cos_SD, sin_SD, grad_SHD, output_SHD, sums_PHD, S, *x_SHD.stride()[:2],
+        *grad_SHD.stride()[:2], cos_SD.stride(0), queries, H, eps, NORM=norms is not None, **sizes,
+    )  # fmt: skip
+    if norms is None:
+        return output_SHD, None, None
+    of_query, of_key = (part.sum(0) for part in sums_PHD.sum(0).split([queries, H - queries]))
+    return output_SHD, of_query, of_key
+
+
+def _turning(x_SHD: Tensor, programs: int) -> tuple[Tensor, tuple[int, int], dict[str, int]]:
+    """Memory for the result, the grid, and sizes that the kernels are compiled for."""
+    S, H, D = x_SHD.shape
+    H_BLOCK = min(HEADS_OF_A_PROGRAM, triton.next_power_of_2(H))
+    sizes = {"HALF": D // 2, "H_BLOCK": H_BLOCK, "HALF_BLOCK": triton.next_power_of_2(D // 2), "num_warps": 2}
+    output_SHD = torch.empty(S, H, D, dtype=x_SHD.dtype, device=x_SHD.device)
+    return output_SHD, (programs, triton.cdiv(H, H_BLOCK)), sizes
 
 
 @triton.jit

@@ -4,9 +4,8 @@ A replacement computes what the layer's own code does, in fewer passes over memo
 values, one for gate and up, fused norms, rotations and gates. `Backbone` compares the outputs before it relies on them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ except ImportError:  # no Triton: not a CUDA machine
 
 Forward = Callable[..., Any]
 
+USUAL_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Layers that add the output of attention, and then that of the MLP, to their input, each after one norm."""
+
 
 class LeanLayers:
     """The faster forward functions for the modules of a model."""
@@ -37,6 +39,8 @@ class LeanLayers:
             m: Single(m) for m in modules if type(m) is nn.Linear and on_cpu(m) and m not in inside
         }
         self.forwards |= self.single
+        layers = ((m, lean_layer(m, self.forwards)) for m in modules)
+        self.forwards |= {layer: forward for layer, forward in layers if forward is not None}
 
     def refresh(self) -> bool:
         """Join weights again that were separated, for example by a change of dtype; returns True if any were."""
@@ -136,25 +140,73 @@ def joinable(module: nn.Module, layers: list[Any], others: Sequence[str]) -> boo
     return linear and all(hasattr(module, name) for name in others)
 
 
-def lean_norm(module: Any) -> Forward | None:
-    """Fused forward of a root-mean-square norm with weight w, as in Llama, or 1 + w, as in Gemma; None for others."""
+class Norm:
+    """Fused forward of a root-mean-square norm with weight w, as in Llama, or 1 + w, as in Gemma."""
+
+    def __init__(self, module: Any, eps: float, shift: float) -> None:
+        self.module, self.eps, self.shift = module, eps, shift
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module.weight
+        return weight + self.shift if self.shift else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.module.weight.shape, self.weight, self.eps)
+
+
+def lean_norm(module: Any) -> Norm | None:
+    """Return the fused forward of a root-mean-square norm; None for other modules."""
     weight: Any = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or eps is None:
         return None
-    shape = tuple(weight.shape)
-
-    def normed(shift: float, x: Tensor) -> Tensor:
-        return F.rms_norm(x, shape, module.weight + shift if shift else module.weight, eps)
-
     with torch.no_grad():
-        probe = torch.linspace(-2, 3, 2 * weight.numel(), device=weight.device, dtype=weight.dtype).view(2, *shape)
+        ends = torch.linspace(-2, 3, 2 * weight.numel(), device=weight.device, dtype=weight.dtype)
+        probe = ends.view(2, *weight.shape)
         expected = module(probe)
-        for shift in (0.0, 1.0):
-            candidate = normed(shift, probe)
+        for norm in (Norm(module, eps, 0.0), Norm(module, eps, 1.0)):
+            candidate = norm(probe)
             if candidate.dtype == expected.dtype and torch.allclose(candidate, expected, rtol=2e-2, atol=1e-3):
-                return partial(normed, shift)
+                return norm
     return None
+
+
+def by_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels, and products that add a residual, are used for this tensor."""
+    return x.is_cuda and kernels is not None
+
+
+def lean_layer(layer: Any, forwards: Mapping[nn.Module, Forward]) -> Forward | None:
+    """Forward of the usual decoder layer on CUDA in which the products at the end of its halves add the residuals."""
+    if type(layer).__name__ not in USUAL_LAYERS or not {layer.self_attn, layer.mlp} <= forwards.keys():
+        return None
+    if any(
+        type(last) is not nn.Linear or last.bias is not None for last in (layer.self_attn.o_proj, layer.mlp.down_proj)
+    ):
+        return None
+    original = layer.forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("plan") is None or not by_kernels(hidden_states):
+            return original(hidden_states, *args, **kwargs)
+        halfway, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, residual=hidden_states, **kwargs)
+        return layer.mlp(layer.post_attention_layernorm(halfway), residual=halfway)
+
+    return forward
+
+
+def added(last: Any, x: Tensor, residual: Tensor | None) -> Any:
+    """The output of a half's last product, plus the residual if there is one."""
+    if residual is None:
+        return last(x)
+    return torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), last.weight.t()).view(residual.shape)
+
+
+def norms_of(*modules: Any) -> list[Norm] | None:
+    """The fused forwards of these norms, if they can be computed together."""
+    norms = [norm for norm in map(lean_norm, modules) if norm is not None]
+    return norms if len(norms) == len(modules) and len({norm.eps for norm in norms}) == 1 else None
 
 
 def lean_attention(attention: Any, joined: list[Joined]) -> Forward | None:
@@ -170,48 +222,70 @@ def lean_attention(attention: Any, joined: list[Joined]) -> Forward | None:
     H, K = (layer.out_features // D for layer in layers[:2])
     window, softcap = getattr(attention, "sliding_window", None), getattr(attention, "attn_logit_softcapping", None)
     rule = Rule(attention.scaling, window, softcap)
+    over_heads = q_norm is not None and q_norm.weight.numel() == D
+    norms = norms_of(q_norm, k_norm) if over_heads else None
     original = attention.forward
 
-    def forward(hidden_states: Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        *args: Any,
+        residual: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         plan = kwargs.get("plan")
         if plan is None or position_embeddings is None or position_embeddings[0].shape[-1] != D:
-            return original(hidden_states, position_embeddings, *args, **kwargs)
+            output, weights = original(hidden_states, position_embeddings, *args, **kwargs)
+            return output if residual is None else residual + output, weights
         B, S, _ = hidden_states.shape
         cos, sin = (x.expand(B, S, D).reshape(B * S, D) for x in position_embeddings)
-        if q_norm is None or k_norm is None:  # queries and keys are adjacent, so one call rotates both
-            turned, value = project(hidden_states).split([H * D + K * D, K * D], dim=2)
-            turned = _Rotate.apply(turned.view(B * S, H + K, D), cos, sin).view(B, S, H + K, D)
-            query, key = turned.split([H, K], dim=2)
+        both, value = project(hidden_states).split([H * D + K * D, K * D], dim=2)
+        fused = norms is not None and by_kernels(both)
+        if fused or q_norm is None or k_norm is None:  # queries and keys are adjacent, so one call turns both
+            given = (norms[0].weight, norms[1].weight, norms[0].eps) if fused and norms else (None, None, 0.0)
+            turned = _Turn.apply(both.view(B * S, H + K, D), cos, sin, H, *given)
+            query, key = turned.view(B, S, H + K, D).split([H, K], dim=2)
         else:
-            query, key, value = project(hidden_states).split(project.sizes, dim=2)
-            over_heads = q_norm.weight.numel() == D
+            query, key = both.split([H * D, K * D], dim=2)
             query = q_norm(query.unflatten(2, (-1, D)) if over_heads else query)
             key = k_norm(key.unflatten(2, (-1, D)) if over_heads else key)
-            query, key = (_Rotate.apply(x.reshape(B * S, -1, D), cos, sin).view(B, S, -1, D) for x in (query, key))
+            parts = (x.reshape(B * S, -1, D) for x in (query, key))
+            query, key = (_Turn.apply(x, cos, sin, 0, None, None, 0.0).view(B, S, -1, D) for x in parts)
         heads = (x.transpose(1, 2) for x in (query, key, value.unflatten(2, (-1, D))))
         output = plan.attend(attention, *heads, rule)
-        return attention.o_proj(output.reshape(B, S, -1)), None
+        return added(attention.o_proj, output.reshape(B, S, -1), residual), None
 
     return forward
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding by halves; its gradient is the inverse rotation."""
+class _Turn(torch.autograd.Function):
+    """Rotary embedding by halves, on CUDA after the norms of queries and keys if their weights are given."""
 
     @staticmethod
-    def forward(ctx: Any, x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_SD, sin_SD)
+    def forward(
+        ctx: Any, x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, queries: int,
+        query_weight: Tensor | None, key_weight: Tensor | None, eps: float,
+    ) -> Tensor:  # fmt: skip
+        weights = () if query_weight is None or key_weight is None else (query_weight, key_weight)
+        ctx.save_for_backward(cos_SD, sin_SD, *((x_SHD, *weights) if weights else ()))
+        ctx.queries, ctx.eps = queries, eps
+        if by_kernels(x_SHD):
+            return kernels.turn(x_SHD, cos_SD, sin_SD, queries, (*weights, eps) if weights else None)
         return _rotated(x_SHD, cos_SD, sin_SD, 1)
 
     @staticmethod
     def backward(ctx: Any, grad_SHD: Tensor) -> tuple[Tensor | None, ...]:
-        cos_SD, sin_SD = ctx.saved_tensors
-        return _rotated(grad_SHD, cos_SD, sin_SD, -1), None, None
+        cos_SD, sin_SD, *rest = ctx.saved_tensors
+        if not by_kernels(grad_SHD):
+            return _rotated(grad_SHD, cos_SD, sin_SD, -1), *[None] * 6
+        x_SHD, *weights = rest or [grad_SHD]
+        norms = (*weights, ctx.eps) if rest else None
+        grad_x, *of_weights = kernels.turn_back(grad_SHD, x_SHD, cos_SD, sin_SD, ctx.queries, norms)
+        of_weights = [None if own is None else own.to(weight) for own, weight in zip(of_weights, weights, strict=False)]
+        return grad_x, None, None, None, *(of_weights or [None, None]), None
 
 
 def _rotated(x_SHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: int) -> Tensor:
-    if x_SHD.is_cuda and kernels is not None:
-        return kernels.rotate(x_SHD, cos_SD, sin_SD, sign)
     half = x_SHD.shape[2] // 2
     cos, sin = cos_SD[:, None, :half], sin_SD[:, None, :half]
     a, b = x_SHD[..., :half], x_SHD[..., half:]
@@ -230,9 +304,10 @@ def lean_mlp(mlp: Any, joined: list[Joined]) -> Forward | None:
         return None
     joined.append(project := Joined(layers))
 
-    def forward(x: Tensor) -> Any:
+    def forward(x: Tensor, residual: Tensor | None = None) -> Any:
         both = project(x)
-        return mlp.down_proj(_SwiGLU.apply(both.view(-1, both.shape[-1])).view(*x.shape[:-1], -1))
+        inner = _SwiGLU.apply(both.view(-1, both.shape[-1])).view(*x.shape[:-1], -1)
+        return added(mlp.down_proj, inner, residual)
 
     return forward
 
@@ -244,7 +319,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, both_SG: Tensor) -> Tensor:
         ctx.save_for_backward(both_SG)
         gate_SF, up_SF = both_SG.chunk(2, dim=1)
-        if both_SG.is_cuda and kernels is not None:
+        if by_kernels(both_SG):
             return kernels.swiglu(gate_SF, up_SF)
         return F.silu(gate_SF).mul_(up_SF)
 
@@ -252,7 +327,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_SF: Tensor) -> Tensor:
         (both_SG,) = ctx.saved_tensors
         gate_SF, up_SF = both_SG.chunk(2, dim=1)
-        if both_SG.is_cuda and kernels is not None:
+        if by_kernels(both_SG):
             return kernels.swiglu_backward(gate_SF, up_SF, grad_SF)
         grad_gate_SF = torch.ops.aten.silu_backward(grad_SF * up_SF, gate_SF)
         return torch.cat([grad_gate_SF, F.silu(gate_SF).mul_(grad_SF)], dim=1)

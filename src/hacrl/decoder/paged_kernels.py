@@ -18,6 +18,10 @@ BUSY = 1024
 """Programs that keep a GPU busy. With fewer rows than that, each row's tokens are divided among several programs."""
 
 
+SAMPLE_PARTS = 8
+"""Most parts into which the logits of a row are divided when its next token is chosen."""
+
+
 @triton.jit
 def _attention_kernel(
     query, key, value, anchor, table, output, part_top, part_total, prompt_tokens, own_tokens,
@@ -181,28 +185,27 @@ def store_prompts(
 
 
 @triton.jit
-def _sample_kernel(
-    logits, source, completion, own_tokens, token, position, finished, limit, seed,
-    tokens, logps, lengths, stop_ids, num_stops, V, logits_b, source_b, T, inverse_temperature,
-    GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr, STOPS: tl.constexpr,
+def _choose_kernel(
+    logits, source, completion, own_tokens, finished, seed, tops, totals, bests, wheres,
+    V, logits_b, source_b, inverse_temperature, EACH: tl.constexpr,
+    GREEDY: tl.constexpr, RESTRICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sample the next token of one row: log-sum-exp and Gumbel-max in one pass over its logits, then bookkeeping.
+    """Log-sum-exp and Gumbel-max of a part of a row's logits, in one pass over them.
 
-    The token is drawn from `source` (-inf outside top-k and top-p); log-probabilities are recorded from `logits`.
-    A finished row stays as it is.
+    The token is drawn from `source` (-inf outside top-k and top-p).
     """
     b = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     c = tl.load(completion + b)
     if tl.load(finished + c) == 0:
-        t = tl.load(own_tokens + b)
         # Each completion and token has its own random numbers, whatever else is in the batch.
-        key = tl.load(seed) + c * 1048576 + t
+        key = tl.load(seed) + c * 1048576 + tl.load(own_tokens + b)
         lane = tl.arange(0, BLOCK)
         top = tl.full([BLOCK], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         best = tl.full([BLOCK], -float("inf"), tl.float32)
         where = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, V, 4 * BLOCK):
+        for start in range(part * EACH, tl.minimum((part + 1) * EACH, V), 4 * BLOCK):
             if not GREEDY:
                 u0, u1, u2, u3 = tl.rand4x(key, start + lane)
             for quarter in tl.static_range(4):
@@ -225,8 +228,36 @@ def _sample_kernel(
                 where = tl.where(better, v, where)
         maximum = tl.max(top, 0)
         share = total * tl.exp(tl.where(top == -float("inf"), -float("inf"), top - maximum))
+        highest = tl.max(best, 0)
+        at = b * tl.num_programs(1) + part
+        tl.store(tops + at, maximum)
+        tl.store(totals + at, tl.sum(share, 0))
+        tl.store(bests + at, highest)
+        tl.store(wheres + at, tl.min(tl.where(best == highest, where, V), 0))
+
+
+@triton.jit
+def _record_kernel(
+    logits, completion, own_tokens, token, position, finished, limit, tokens, logps, lengths, stop_ids,
+    tops, totals, bests, wheres, num_stops, V, logits_b, T, inverse_temperature,
+    PARTS: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    """Choose the next token of one row among those of its parts, and record it with its log-probability.
+
+    The log-probability is that of `logits`. A finished row stays as it is.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    c = tl.load(completion + b)
+    if tl.load(finished + c) == 0:
+        t = tl.load(own_tokens + b)
+        at = b * PARTS + tl.arange(0, PARTS)
+        top = tl.load(tops + at)
+        best = tl.load(bests + at)
+        maximum = tl.max(top, 0)
+        share = tl.load(totals + at) * tl.exp(tl.where(top == -float("inf"), -float("inf"), top - maximum))
         norm = maximum + tl.log(tl.sum(share, 0))
-        chosen = tl.minimum(tl.min(tl.where(best == tl.max(best, 0), where, V), 0), V - 1)
+        # The first of the largest; V - 1 if nothing is finite.
+        chosen = tl.minimum(tl.min(tl.where(best == tl.max(best, 0), tl.load(wheres + at), V), 0), V - 1)
         logp = tl.load(logits + b * logits_b + chosen).to(tl.float32) * inverse_temperature - norm
         tl.store(token + b, chosen.to(tl.int64))
         tl.store(position + b, tl.load(position + b) + 1)
@@ -246,11 +277,21 @@ def sample_tokens(
     tokens_NT: Tensor, logps_NT: Tensor, length_N: Tensor, stop_ids: Tensor, temperature: float,
 ) -> None:  # fmt: skip
     """Choose the next token of each row that is not finished and record it; a stop token or the limit finishes it."""
-    V, greedy = logits_BV.shape[1], temperature == 0
-    _sample_kernel[(len(token_B),)](
-        logits_BV, source_BV, completion_B, own_tokens_B, token_B, position_B, finished_N, limit, seed,
-        tokens_NT, logps_NT, length_N, stop_ids, len(stop_ids),
-        V, logits_BV.stride(0), source_BV.stride(0), tokens_NT.stride(0), 1.0 if greedy else 1 / temperature,
-        GREEDY=greedy, RESTRICTED=source_BV is not logits_BV, BLOCK=min(1024, max(triton.next_power_of_2(V), 16)),
-        STOPS=triton.next_power_of_2(len(stop_ids)), num_warps=8,
+    (B, V), greedy = logits_BV.shape, temperature == 0
+    BLOCK = min(1024, max(triton.next_power_of_2(V), 16))
+    # Always the same number of parts, so that a row's rounding does not depend on the others.
+    parts = min(SAMPLE_PARTS, triton.next_power_of_2(triton.cdiv(V, 4 * BLOCK)))
+    each = triton.cdiv(V, 4 * BLOCK * parts) * 4 * BLOCK
+    tops, totals, bests = torch.empty(3, B, parts, dtype=torch.float32, device=logits_BV.device)
+    wheres = torch.empty(B, parts, dtype=torch.int32, device=logits_BV.device)
+    inverse_temperature = 1.0 if greedy else 1 / temperature
+    _choose_kernel[(B, parts)](
+        logits_BV, source_BV, completion_B, own_tokens_B, finished_N, seed, tops, totals, bests, wheres,
+        V, logits_BV.stride(0), source_BV.stride(0), inverse_temperature,
+        EACH=each, GREEDY=greedy, RESTRICTED=source_BV is not logits_BV, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    _record_kernel[(B,)](
+        logits_BV, completion_B, own_tokens_B, token_B, position_B, finished_N, limit, tokens_NT, logps_NT, length_N,
+        stop_ids, tops, totals, bests, wheres, len(stop_ids), V, logits_BV.stride(0), tokens_NT.stride(0),
+        inverse_temperature, PARTS=parts, STOPS=triton.next_power_of_2(len(stop_ids)), num_warps=1,
     )  # fmt: skip
