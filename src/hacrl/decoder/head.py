@@ -15,6 +15,8 @@ except ImportError:  # no Triton: not a CUDA machine
 
 CHUNK_ELEMENTS = 1 << 25
 """Number of logits in memory at a time: 128 MiB in float32."""
+CUDA_ROWS = 768
+"""Rows at a time on CUDA, at least: with each chunk, the gradient of the whole weight is read and written."""
 
 
 @dataclass
@@ -147,6 +149,6 @@ def _entropy_gradient(
 
 
 def _chunks(vocabulary: int, *tensors: Tensor) -> Any:
-    """Split the tensors into slices of rows whose logits fit into `CHUNK_ELEMENTS`."""
-    size = max(CHUNK_ELEMENTS // vocabulary, 1)
+    """Split the tensors into slices of rows whose logits are in memory at a time."""
+    size = max(CHUNK_ELEMENTS // vocabulary, CUDA_ROWS if tensors[0].is_cuda else 1)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)

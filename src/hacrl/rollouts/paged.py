@@ -9,16 +9,14 @@ It is tested in Triton's interpreter and has not run on a GPU: `engines.CUDA_ENG
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone
 from hacrl.decoder import paged_kernels as kernels
 from hacrl.decoder.packing import Texts
-from hacrl.decoder.paged import Block, BlockCache, PagedDecode, PagedPrefill
+from hacrl.decoder.paged import BlockCache, PagedDecode, PagedPrefill
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.board import Board, Columns
 from hacrl.rollouts.engine import (
@@ -30,9 +28,11 @@ from hacrl.rollouts.engine import (
     restrict,
 )
 from hacrl.rollouts.rollout import Completion, FinishReason
+from hacrl.rollouts.rows import Look, Prompt, Row
 
-LOOK_EVERY = 16
-"""How many tokens are decoded between two looks for finished rows. Each look waits for the GPU."""
+LOOK_EVERY = 8
+"""How many tokens are decoded between two looks for finished rows. A look is read while the next tokens are decoded, so
+that the GPU does not wait for the host."""
 PREFILL_TOKENS = 1 << 14
 """How many prompt tokens, padding included, are read at once."""
 CAPTURED_TOKENS = 1 << 12
@@ -48,41 +48,6 @@ def fine_bucket(n: int) -> int:
     """
     size = max(1 << max(n.bit_length() - 4, 0), 8)
     return min(bucket(n), -(-n // size) * size)
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt that several rows continue. Its last token is not in its blocks."""
-
-    tokens: list[int]
-    blocks: list[Block] = field(default_factory=list)
-    rows: int = 0
-    """How many rows use its blocks now."""
-
-    @property
-    def stored(self) -> int:
-        return len(self.tokens) - 1
-
-
-@dataclass(eq=False)
-class Row:
-    """One completion on its way."""
-
-    completion: int
-    prompt: Prompt
-    blocks: list[Block] = field(default_factory=list)
-    sampled: int = 0
-    """How many tokens it has sampled."""
-    token: int = -1
-    """Its last token, while it is paused."""
-    saved: list[Tensor] = field(default_factory=list)
-    """What its blocks held, while it is paused."""
-    text: list[int] = field(default_factory=list)
-    """Its tokens, if stop strings are looked for."""
-
-    def blocks_ahead(self, limit: int) -> int:
-        """How many blocks hold its tokens until the next look."""
-        return min(self.sampled + LOOK_EVERY, limit) // kernels.BLOCK + 1
 
 
 class PagedEngine(LocalEngine):
@@ -156,27 +121,37 @@ class PagedEngine(LocalEngine):
     def _run(self, board: Board, waiting: deque[Row], params: SamplingParams) -> set[int]:
         """Decode all rows; returns the completions that a stop string ended."""
         running, stopped, limit = list[Row](), set[int](), params.max_completion_length
+        looks = deque[Look]()
         while waiting or running:
             self._extend(board, running, waiting, limit)
             running += self._admit(board, running, waiting, limit)
+            steps = min(LOOK_EVERY, max(limit - row.sampled for row in running))
             B = fine_bucket(len(running))
             board.columns.fill(len(running), B)
             graph = self._step_graph(board, B, params)
-            steps = min(LOOK_EVERY, max(limit - row.sampled for row in running))
             for _ in range(steps):
                 graph.replay()
             if params.stop:
                 self._stop(board, running, steps, params.stop, stopped)
-            finished = board.finished_N[board.columns.completion_B[: len(running)]].tolist()
-            for row, done in zip(running, finished, strict=True):
-                row.sampled += steps
-                if done:
-                    self._leave(row)
-            self._count(sum(finished))
-            going = [place for place, done in enumerate(finished) if not done]
-            board.columns.keep(going)
-            running = [running[place] for place in going]
+            for row in running:
+                row.sampled = min(row.sampled + steps, limit)
+            looks.append(Look(board, running))
+            # Stop strings are looked for on the host, and nothing runs ahead of that.
+            unread = 0 if params.stop or steps == 0 else 1
+            while len(looks) > unread:
+                running = self._remove(board, running, looks.popleft().finished())
         return stopped
+
+    def _remove(self, board: Board, running: list[Row], finished: list[Row]) -> list[Row]:
+        """End these rows, unless they have ended before; returns those that still run."""
+        gone = {row.completion for row in finished}
+        going = [place for place, row in enumerate(running) if row.completion not in gone]
+        for row in running:
+            if row.completion in gone:
+                self._leave(row)
+        self._count(len(running) - len(going))
+        board.columns.keep(going)
+        return [running[place] for place in going]
 
     def _leave(self, row: Row) -> None:
         """Give a row's blocks back, and those of its prompt if no other row uses them."""
@@ -194,7 +169,7 @@ class PagedEngine(LocalEngine):
         new, place = list[tuple[int, int, int]](), 0
         while place < len(running):
             row = running[place]
-            missing = row.blocks_ahead(limit) - len(row.blocks)
+            missing = row.blocks_until(min(row.sampled + LOOK_EVERY, limit)) - len(row.blocks)
             blocks = self.cache.take(missing) if missing > 0 else []
             if blocks is None:
                 if len(running) == 1:
@@ -228,7 +203,7 @@ class PagedEngine(LocalEngine):
         while waiting and len(running) + len(fresh) < self.batch_size:
             row = waiting[0]
             of_prompt = 0 if row.prompt.blocks else -(-row.prompt.stored // kernels.BLOCK)
-            own = row.blocks_ahead(limit)
+            own = row.blocks_until(min(row.sampled + LOOK_EVERY, limit))
             others = len(running) + len(fresh)
             if others and room - of_prompt - own < others:
                 break

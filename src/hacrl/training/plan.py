@@ -12,7 +12,7 @@ import torch
 from hacrl.agents.loading import count_parameters, load_model_config
 from hacrl.config import AgentConfig, RunConfig
 from hacrl.config.agent import logs_kl
-from hacrl.decoder.head import CHUNK_ELEMENTS
+from hacrl.decoder.head import CHUNK_ELEMENTS, CUDA_ROWS
 from hacrl.decoder.policy import CAPTURED, CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, lean_layer
 from hacrl.execution.local import THREADS
 from hacrl.learners.parts import EXACT
@@ -283,18 +283,21 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
     cached = decoded * (agent.max_completion_length + agent.max_prompt_length / agent.num_generations)
 
     cache = shape.cache_bytes(size) * cached / GIB
-    return {"cache": cache, **pass_memory(agent, shape, tokens, bool(agent.gradient_checkpointing))}
+    return {"cache": cache, **pass_memory(config, agent, shape, tokens, bool(agent.gradient_checkpointing))}
 
 
-def pass_memory(agent: AgentConfig, shape: Shape, tokens: int, checkpointed: bool) -> dict[str, float]:
+def pass_memory(
+    config: RunConfig, agent: AgentConfig, shape: Shape, tokens: int, checkpointed: bool
+) -> dict[str, float]:
     """GiB of the activations and logits of so many tokens, and of the gradient of the output layer."""
+    chunk = max(CHUNK_ELEMENTS, CUDA_ROWS * shape.vocabulary if is_on_gpu(config, agent) else 0)
     size, head = number_bytes(agent), 0 if agent.lora else shape.vocabulary * shape.width
     # A float32 sum and the product to be added, then the sum in bfloat16; in float32 products add to the sum.
     head_gradient = head * (10 if size == 2 else 4)
     return {
         "activations": size * shape.activations(checkpointed) * tokens / GIB,
         # One slice at a time: logits, probabilities and their gradient.
-        "logits": (3 * 4 * min(CHUNK_ELEMENTS, tokens * shape.vocabulary) + head_gradient) / GIB,
+        "logits": (3 * 4 * min(chunk, tokens * shape.vocabulary) + head_gradient) / GIB,
     }
 
 
@@ -304,7 +307,7 @@ def least_pass(config: RunConfig, agent: AgentConfig, shape: Shape) -> float:
         memory = working_memory(config, agent, shape)
         return memory["activations"] + memory["logits"]
     length = agent.max_prompt_length + agent.max_completion_length
-    return sum(pass_memory(agent, shape, length, agent.gradient_checkpointing is not False).values())
+    return sum(pass_memory(config, agent, shape, length, agent.gradient_checkpointing is not False).values())
 
 
 def sampling_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device: Device) -> float:
