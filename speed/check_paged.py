@@ -27,7 +27,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hacrl.decoder import Backbone, paged_kernels
+from hacrl.decoder.packing import Packed, Texts
 from hacrl.decoder.plain import completion_logprobs
+from hacrl.decoder.ragged import suits
+from hacrl.decoder.scoring import Scorer
 from hacrl.learners.weights import cast_parameters
 from hacrl.rollouts.engine import SamplingParams
 from hacrl.rollouts.native import NativeEngine
@@ -128,7 +131,8 @@ def checks_of(shape: dict[str, Any], dtype: torch.dtype, quick: bool) -> list[Ch
         usual_T = gap(model, prompts, native.sample(prompts, params, seed=1), 1.0)
         right = bool(gap_T.mean() < 1.5 * usual_T.mean() + 1e-4 and gap_T.max() < 3 * usual_T.max() + 1e-3)
         figure = f"mean {gap_T.mean():.1e} (without blocks {usual_T.mean():.1e}), largest {gap_T.max():.1e}"
-        return [*found, ("log-probabilities beside the plain ones", right, figure)]
+        found.append(("log-probabilities beside the plain ones", right, figure))
+        return [*found, *flash_attention_learns(engine.backbone, prompts)]
     found.append(("log-probabilities are the plain ones", bool(gap_T.max() < 2e-3), f"largest {gap_T.max():.1e}"))
     again = engine.sample(prompts, params, seed=1)
     found.append(("the same once more, with kept graphs", *equal_rows(groups, again)))
@@ -148,6 +152,30 @@ def checks_of(shape: dict[str, Any], dtype: torch.dtype, quick: bool) -> list[Ch
     narrow = SamplingParams(G, T, temperature=0.8, top_k=4)
     found.append(top_k_holds(engine, model, prompts, narrow))
     return found
+
+
+def flash_attention_learns(backbone: Backbone, prompts: list[list[int]]) -> list[Check]:
+    """Gradients in bfloat16 by sequences without padding, beside those of float32 with padding."""
+    if not suits(backbone):
+        return []
+    completions = [[300 + (11 * i + 17 * n) % 300 for i in range(1 + 40 * n)] for n in range(len(prompts))]
+
+    def gradient(scorer: Any) -> Tensor:
+        backbone.model.zero_grad()
+        with backbone.driven():
+            scorer(prompts, completions, 1.0).logp_NT.sum().backward()
+        return torch.cat([parameter.grad.flatten().float() for parameter in backbone.model.parameters()])
+
+    unpadded, padded = gradient(Scorer(backbone)), gradient(PaddedScorer(backbone))
+    cast_parameters(backbone.model, torch.float32)
+    exact = gradient(PaddedScorer(backbone))
+    gaps = [float((own - exact).norm() / exact.norm()) for own in (unpadded, padded)]
+    return [("gradients by flash attention", gaps[0] < 1.2 * gaps[1] + 1e-3, f"{gaps[0]:.1e} (padded {gaps[1]:.1e})")]
+
+
+class PaddedScorer(Scorer):
+    def _pack(self, prompts: Texts, completions: Texts) -> Packed:
+        return Packed.build(prompts, completions, self.backbone.device)
 
 
 def frequencies(engine: PagedEngine, model: Any, count: int) -> Check:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hacrl.decoder import Backbone, layers
+from hacrl.decoder import Backbone, layers, ragged, scoring
+from hacrl.decoder.attention import Rule
 from hacrl.decoder.packing import Packed
 from hacrl.decoder.plain import completion_logprobs
 from hacrl.decoder.scoring import GraphedScorer, Scorer, TokenLogprobs, common_shape, fresh_leaves
@@ -107,6 +108,36 @@ def test_what_runs_on_a_gpu_gives_the_plain_scores_and_gradients(
     usual = [layer for layer in model.base_model.layers if layer in backbone.lean.forwards]
     assert len(usual) == (2 if kind in ("llama", "qwen3") else 0)
     assert_equal(packed(Scorer(backbone)), expected, 2e-4)
+
+
+def attention_by_rows(
+    query_SHD: Tensor, key_FKD: Tensor, value_FKD: Tensor, starts: tuple[Tensor, Tensor], most: tuple[int, int],
+    rule: Rule,
+) -> Tensor:  # fmt: skip
+    """What torch's flash attention computes on CUDA: each sequence alone; its last query sees its last key."""
+    outputs, (H, K) = [], (query_SHD.shape[1], key_FKD.shape[1])
+    lengths = [tuple(part.diff().tolist()) for part in starts]
+    assert (max(lengths[0]), max(lengths[1])) == most
+    keys, values = (x.repeat_interleave(H // K, 1).split(lengths[1]) for x in (key_FKD, value_FKD))
+    for query, key, value in zip(query_SHD.split(lengths[0]), keys, values, strict=True):
+        distance = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
+        seen = (distance >= 0) & (distance < (rule.window or len(key)))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * rule.scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(2), value))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_neox"])
+def test_sequences_without_padding_give_the_plain_scores_and_gradients(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA in bfloat16, where torch's flash attention takes the place of the function above."""
+    model = tiny(kind, torch.float64)
+    compute_in_full(model, monkeypatch)
+    expected = plain(model)
+    monkeypatch.setattr(scoring, "suits", lambda backbone: True)
+    monkeypatch.setattr(ragged, "flash_attention", attention_by_rows)
+    assert_equal(packed(Scorer(Backbone(model))), expected)
 
 
 @pytest.mark.parametrize("graphed", [False, True])

@@ -15,6 +15,47 @@ Texts = Sequence[Sequence[int]]
 """Token ids of several prompts or completions."""
 
 
+class Row:
+    """Distinct prompts and then the completions' own tokens, one after the other, as arrays in the computer's memory.
+
+    The last token of each completion is left out, because it predicts nothing.
+    """
+
+    def __init__(self, prompts: Texts, completions: Texts) -> None:
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        *starts, size = itertools.accumulate(map(len, distinct), initial=0)
+        first_of = dict(zip(distinct, starts, strict=True))
+        length_N = np.array([len(completion) for completion in completions])
+        self.distinct_P, self.start_P = np.array([len(prompt) for prompt in distinct]), np.array(starts)
+        self.first_N = np.array([first_of[tuple(prompt)] for prompt in prompts])
+        self.prompt_N, self.own_N = np.array([len(prompt) for prompt in prompts]), length_N - 1
+        self.start_N = size + self.own_N.cumsum() - self.own_N
+        self.shape = len(prompts), int(length_N.max())
+        self.target_M = np.fromiter(itertools.chain.from_iterable(completions), np.int64, int(length_N.sum()))
+        is_last_M = np.zeros(len(self.target_M), dtype=bool)
+        is_last_M[length_N.cumsum() - 1] = True
+        self.ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in distinct), self.target_M[~is_last_M]])
+        # Where the token at index 0 of each prompt and completion would be, if all began at their sequence's start.
+        begin = np.concatenate([self.start_P, self.start_N - self.prompt_N])
+        self.position_S = np.arange(len(self.ids_S)) - begin.repeat(np.concatenate([self.distinct_P, self.own_N]))
+        # The first token of a completion is predicted by its prompt's last, the others by the token before.
+        column_T = np.arange(self.shape[1])
+        token_NT = column_T < length_N[:, None]
+        last_N1 = (self.first_N + self.prompt_N - 1)[:, None]
+        self.from_M = np.where(column_T == 0, last_N1, self.start_N[:, None] + column_T - 1)[token_NT]
+        self.at_M = np.flatnonzero(token_NT)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device, on CUDA without waiting for what runs there."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def arrays_to_device(device: torch.device, *arrays: np.ndarray) -> list[Any]:
+    return [to_device(torch.from_numpy(np.ascontiguousarray(array)), device) for array in arrays]
+
+
 @dataclass
 class Packed:
     """A batch of M completion tokens to predict, as one row of S tokens that holds each distinct prompt once."""
@@ -43,40 +84,22 @@ class Packed:
 
     @classmethod
     def build(cls, prompts: Texts, completions: Texts, device: torch.device) -> "Packed":
-        distinct = list(dict.fromkeys(map(tuple, prompts)))
-        *starts, size = itertools.accumulate(map(len, distinct), initial=0)
-        first_of = dict(zip(distinct, starts, strict=True))
-        first_N = np.array([first_of[tuple(prompt)] for prompt in prompts])
-        prompt_N, length_N = (np.array([len(text) for text in texts]) for texts in (prompts, completions))
-        own_N = length_N - 1
-        start_N = size + own_N.cumsum() - own_N
-        N, T, R = len(prompts), int(length_N.max()), int((prompt_N + own_N).max())
-        tokens = np.fromiter(itertools.chain.from_iterable(completions), np.int64, int(length_N.sum()))
-        is_last = np.zeros(len(tokens), dtype=bool)
-        is_last[length_N.cumsum() - 1] = True
-        ids_S = np.concatenate([*(np.asarray(prompt, np.int64) for prompt in distinct), tokens[~is_last]])
-
+        row = Row(prompts, completions)
+        length_N1 = (row.prompt_N + row.own_N)[:, None]
         # The sequence of completion n: indices of its prompt, then its own.
-        column_R = np.arange(R)
-        inside_NR = column_R < (prompt_N + own_N)[:, None]
-        in_prompt_NR = column_R < prompt_N[:, None]
-        rows_NR = np.where(in_prompt_NR, first_N[:, None] + column_R, (start_N - prompt_N)[:, None] + column_R)
+        column_R = np.arange(int(length_N1.max()))
+        inside_NR, in_prompt_NR = column_R < length_N1, column_R < row.prompt_N[:, None]
+        rows_NR = column_R + np.where(in_prompt_NR, row.first_N[:, None], (row.start_N - row.prompt_N)[:, None])
         rows_NR[~inside_NR] = 0  # nothing sees the padding after a sequence
-        position_S, back_S = (np.empty(len(ids_S), dtype=np.int64) for _ in range(2))
-        position_S[rows_NR[inside_NR]] = np.broadcast_to(column_R, (N, R))[inside_NR]
+        back_S = np.empty(len(row.ids_S), dtype=np.int64)
         back_S[rows_NR[inside_NR]] = np.flatnonzero(inside_NR)
         again_NR = inside_NR.copy()
         again_NR.reshape(-1)[back_S] = False
-        # Token t of completion n is predicted from column prompt_n + t - 1.
-        column_T = np.arange(T)
-        token_NT = column_T < length_N[:, None]
-        from_NT = rows_NR[np.arange(N)[:, None], np.minimum(prompt_N[:, None] + column_T - 1, R - 1)]
         arrays = (
-            ids_S, position_S, from_NT[token_NT], tokens, np.flatnonzero(token_NT),
+            row.ids_S, row.position_S, row.from_M, row.target_M, row.at_M,
             rows_NR, back_S, np.flatnonzero(again_NR), rows_NR[again_NR],
         )  # fmt: skip
-        moved: Any = [torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True) for array in arrays]
-        return cls((N, T), *moved)
+        return cls(row.shape, *arrays_to_device(device, *arrays))
 
     def padded(self, S: int, M: int, N: int, R: int, A: int) -> "Packed":
         """A copy padded to larger tensors, so that there are fewer shapes. R must leave a free place at each row's end.
@@ -106,16 +129,11 @@ class Packed:
 
     def _rows(self, x_BHSD: Tensor) -> Tensor:
         x_SHD = x_BHSD[0].transpose(0, 1)
-        spread: Tensor = _Spread.apply(x_SHD, self.rows_NR.flatten(), self.back_S, self.again_A, self.again_from_A)
+        spread: Tensor = Spread.apply(x_SHD, self.rows_NR.flatten(), self.back_S, self.again_A, self.again_from_A)
         return spread.view(*self.rows_NR.shape, *spread.shape[1:]).transpose(1, 2)
 
-    def table(self, values_M: Tensor) -> Tensor:
-        """Arrange values of the completion tokens as an (N, T) table, 0 where there is no token."""
-        N, T = self.shape
-        return values_M.new_zeros(N * T).index_copy(0, self.at_M, values_M[: len(self.at_M)]).view(N, T)
 
-
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Copies tokens into rows. The backward pass is mostly a lookup: only gradients of shared prompts are summed."""
 
     @staticmethod

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hacrl.decoder.backbone import Backbone
 from hacrl.decoder.packing import Packed, Texts
+from hacrl.decoder.ragged import Ragged, suits
 
 MAX_GRAPHS = 32
 STREAM_OF = cache(torch.cuda.Stream)
@@ -35,15 +36,25 @@ class Scorer:
 
     def __call__(self, prompts: Texts, completions: Texts, temperature: float) -> TokenLogprobs:
         """log p(token | prompt, tokens before it) at the given temperature, for N completions."""
-        packed = Packed.build(prompts, completions, self.backbone.device)
+        packed = self._pack(prompts, completions)
         logp_M, entropy_M = self._score(packed, temperature)
         is_token_M = torch.ones_like(packed.at_M, dtype=torch.bool)
-        return TokenLogprobs(*(packed.table(values_M) for values_M in (logp_M, is_token_M, entropy_M)))
+        return TokenLogprobs(*(table(packed, values_M) for values_M in (logp_M, is_token_M, entropy_M)))
 
-    def _score(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def _pack(self, prompts: Texts, completions: Texts) -> Packed | Ragged:
+        kind = Ragged if suits(self.backbone) else Packed
+        return kind.build(prompts, completions, self.backbone.device)
+
+    def _score(self, packed: Packed | Ragged, temperature: float) -> tuple[Tensor, Tensor]:
         hidden_1SD = self.backbone.hidden(packed.ids_S[None], packed.position_S[None], packed)
         hidden_MD = hidden_1SD[0].index_select(0, packed.from_M)
         return self.backbone.head.logprobs(hidden_MD, packed.target_M, temperature, self.entropy_gradient)
+
+
+def table(packed: Packed | Ragged, values_M: Tensor) -> Tensor:
+    """Arrange values of the completion tokens as an (N, T) table, 0 where there is no token."""
+    N, T = packed.shape
+    return values_M.new_zeros(N * T).index_copy(0, packed.at_M, values_M[: len(packed.at_M)]).view(N, T)
 
 
 @contextmanager
@@ -108,7 +119,11 @@ class GraphedScorer(Scorer):
         self.captured.clear()
         self.pool = torch.cuda.graph_pool_handle()
 
-    def _score(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def _pack(self, prompts: Texts, completions: Texts) -> Packed:
+        return Packed.build(prompts, completions, self.backbone.device)
+
+    def _score(self, packed: Packed | Ragged, temperature: float) -> tuple[Tensor, Tensor]:
+        assert isinstance(packed, Packed)
         if self.moved != self.backbone.moved:
             self.moved = self.backbone.moved
             self.forget()

@@ -10,6 +10,7 @@ from torch import Tensor
 from hacrl.algorithms import Algorithm, Sequences, Terms
 from hacrl.algorithms.terms import mean_over_tokens
 from hacrl.config import AgentConfig
+from hacrl.decoder.packing import to_device
 from hacrl.errors import UserError
 from hacrl.learners.minibatch import Minibatch
 from hacrl.learners.notes import RATIO_CLIPPED, RATIO_MEAN, Notes
@@ -19,7 +20,7 @@ MAX_CLIPPED_BEFORE_UPDATE = 0.05
 
 def note_gap(batch: Minibatch, sequences: Sequences, terms: Terms, notes: Notes) -> None:
     """Note how far the recorded log-probabilities of own rollouts are from the learner's, before its first update."""
-    recorded_NT = batch.recorded_NT.to(sequences.logp_NT.device)
+    recorded_NT = to_device(batch.recorded_NT, sequences.logp_NT.device)
     gap_NT = (sequences.logp_NT.detach() - recorded_NT).abs() * sequences.mask_NT
     ratio_N = terms.log_ratio_N.exp()
     clipped_N = (ratio_N < terms.lower_N) | (ratio_N > terms.upper_N)

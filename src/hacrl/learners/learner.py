@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hacrl.algorithms import Algorithm, k3_kl
 from hacrl.config import AgentConfig
+from hacrl.decoder.packing import to_device
 from hacrl.decoder.policy import Policy, Score
 from hacrl.learners.gap import ahead_of, check_gap, correct_for_sampler, note_gap, note_gap_ahead
 from hacrl.learners.lesson import LearnResult, Lesson
@@ -139,7 +140,7 @@ class Learner(Updater):
 
     def loss(self, batch: Minibatch, step: StepNotes) -> tuple[Tensor, Notes]:
         """Return minus these rollouts' part of the objective, and notes. The rollouts are all own or all foreign."""
-        notes, own, weight_N = Notes(), bool(batch.own_N.all()), batch.mean_weight_N.to(self.device)
+        notes, own, weight_N = Notes(), bool(batch.own_N.all()), to_device(batch.mean_weight_N, self.device)
         current = self.policy.scorer(batch.prompts, batch.completions, self.config.temperature)
         notes.note(forward=batch.num_tokens)
         sequences = batch.sequences(current.logp_NT.double(), current.mask_NT)
@@ -152,7 +153,7 @@ class Learner(Updater):
             with torch.no_grad():
                 start = self.reference(batch.prompts, batch.completions, self.config.temperature)
             kl_N = k3_kl(current.logp_NT, start.logp_NT, current.mask_NT)
-            penalty = batch.kl_weight * (kl_N.double() * batch.length_factor_N.to(self.device)).sum()
+            penalty = batch.kl_weight * (kl_N.double() * to_device(batch.length_factor_N, self.device)).sum()
             objective = objective - penalty
             notes.note(forward=batch.num_tokens, objective=-penalty, kl=kl_N.sum(), kl_rollouts=len(batch))
         if batch.entropy_weight > 0:

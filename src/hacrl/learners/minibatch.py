@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hacrl.algorithms import Sequences
+from hacrl.decoder.packing import to_device
 from hacrl.learners.lesson import Lesson
 from hacrl.rollouts.rollout import Rollout
 
@@ -166,15 +167,19 @@ class Minibatch(Texts):
         """
         device, added = mask_NT.device, self.token_advantage_NT
         table = [self.old_logp_N, self.old_length_N, self.bytes_N, self.own_N.double(), self.advantage_N, self.omega_N]
-        old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N = torch.stack(table).to(device)  # one transfer
-        old_logp_NT, own_N = self.old_logp_NT.to(device), own_N.bool()
+        old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N = to_device(
+            torch.stack(table), device
+        )  # one transfer
+        old_logp_NT, own_N = to_device(self.old_logp_NT, device), own_N.bool()
         if self.old_logp_N.isnan().any():
             unknown_N, current_NT = old_logp_N.isnan(), torch.where(mask_NT, logp_NT.detach(), 0.0)
             old_logp_N = torch.where(unknown_N, current_NT.sum(1), old_logp_N)
             old_length_N = torch.where(unknown_N, mask_NT.sum(1).double(), old_length_N)
             old_logp_NT = torch.where(unknown_N[:, None], current_NT, old_logp_NT)
         per_rollout = old_logp_N, old_length_N, bytes_N, own_N, advantage_N, omega_N
-        of_tokens = (None if table_NT is None else table_NT.to(device) for table_NT in (added, self.token_weight_NT))
+        of_tokens = (
+            None if table_NT is None else to_device(table_NT, device) for table_NT in (added, self.token_weight_NT)
+        )
         return Sequences(logp_NT, mask_NT, *per_rollout, old_logp_NT, *of_tokens)
 
 

@@ -1,6 +1,7 @@
 """The norms of the own and the foreign part of a gradient, although both are added up in one place."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,15 +33,21 @@ class Parts:
         return self.ranks.norm(torch._foreach_sub(both, self.kept))
 
 
+@cache
+def signs_of(size: int, device: torch.device) -> Tensor:
+    """Random signs. To draw them takes longer than a sketch."""
+    random = torch.Generator().manual_seed(0)
+    return torch.randint(2, (size,), generator=random).mul_(2).sub_(1).to(device, torch.float32)
+
+
 def sketch(gradients: Sequence[Tensor], size: int = SKETCH) -> Tensor:
     """Add up all numbers in `size` places, each with a sign: a linear map that keeps squared norms on average.
 
     Pieces of up to `size` numbers are multiplied by random signs and added from a random place on, around the end. So
     numbers of one piece never meet, and those of two pieces meet with a probability of 1 / size and with random signs.
     """
-    device, random = gradients[0].device, torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (size,), generator=random).mul_(2).sub_(1).to(device, torch.float32)
-    sums = torch.zeros(2 * size, device=device)
+    device, random = gradients[0].device, torch.Generator().manual_seed(1)
+    signs, sums = signs_of(size, device), torch.zeros(2 * size, device=device)
     for piece in (piece for gradient in gradients for piece in gradient.flatten().split(size)):
         start = int(torch.randint(size, (), generator=random))
         sums[start : start + len(piece)].addcmul_(piece.float(), signs[: len(piece)])
