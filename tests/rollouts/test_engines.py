@@ -184,11 +184,11 @@ def test_out_of_memory_makes_batches_smaller_and_changes_nothing_else(
 
 
 def test_the_engine_on_cuda_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda_engine().__name__ == "GraphedEngine"
-    monkeypatch.setenv(CUDA_ENGINE, "paged")
     assert cuda_engine().__name__ == "PagedEngine"
+    monkeypatch.setenv(CUDA_ENGINE, "graphed")
+    assert cuda_engine().__name__ == "GraphedEngine"
     monkeypatch.setenv(CUDA_ENGINE, "pages")
-    with pytest.raises(UserError, match="HACRL_CUDA_ENGINE=pages: unknown engine; choose graphed or paged"):
+    with pytest.raises(UserError, match="HACRL_CUDA_ENGINE=pages: unknown engine; choose paged or graphed"):
         cuda_engine()
 
 

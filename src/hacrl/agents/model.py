@@ -34,7 +34,7 @@ def vllm_of(config: AgentConfig, beside: bool = False) -> VLLM:
     """Start vLLM with an agent's model, in this process; `beside`: the agent is in this process too."""
     check_vllm(config)
     length = config.max_prompt_length + config.max_completion_length
-    limits = length, config.sampling_batch_size, config.temperature
+    limits = length, config.rows_at_once(), config.temperature
     with doing(f"starting vLLM with {config.model}"):
         try:
             return VLLM(base_model(source_of(config)), config.dtype, *limits, config.vllm, config.lora, beside)

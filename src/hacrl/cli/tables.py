@@ -99,8 +99,10 @@ def print_costs(console: Console, config: RunConfig, plans: "Sequence[AgentPlan]
         times.add_row(row.id, row.device, f"{row.sampling:,.2f}", f"{row.learning:,.2f}")
     console.print(table)
     for row in plans:
-        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in row.memory.items())
-        memory = f"{row.id}: memory (GiB, estimate) {sum(row.memory.values()):.2f} = {parts}"
+        held = {name: gib for name, gib in row.memory.items() if name != "cache"}
+        parts = ", ".join(f"{name} {gib:.2f}" for name, gib in held.items())
+        memory = f"{row.id}: memory (GiB, estimate) {sum(held.values()):.2f} = {parts}"
+        memory += f"; up to {row.memory['cache']:.2f} for the cache of sampling"
         if row.host_memory:
             memory += f"; {row.host_memory:.2f} in the computer's memory"
         say(console, memory)

@@ -72,8 +72,8 @@ class ModelSettings(Strict):
     """Rollouts in one forward and backward pass; default: as many as fit into memory. Changes memory and speed only."""
     gradient_checkpointing: bool | None = None
     """Recompute activations inside layers instead of keeping them; default: if a rollout would not fit into memory."""
-    sampling_batch_size: Size = 512
-    """Completions sampled at once; this bounds the memory of sampling."""
+    sampling_batch_size: Size | None = None
+    """Completions sampled at once, at most; default: 1024 on a GPU, fewer while memory is short, and 512 elsewhere."""
     system_prompt: str | None = None
     """System message before every prompt that has none; it needs a chat template."""
     prompt_suffix: str = ""
@@ -199,6 +199,10 @@ class AgentConfig(Settings):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"fsdp: an agent in several processes has no {name}; leave it out")
         return self
+
+    def rows_at_once(self, on_gpu: bool = False) -> int:
+        """The most completions that are sampled at once."""
+        return self.sampling_batch_size or (1024 if on_gpu else 512)
 
     @property
     def corrects_sampler(self) -> bool:

@@ -147,7 +147,7 @@ class Job:
         longest_first = sorted(self.prompts, key=lambda name: -len(self.prompts[name]))
         places = [(name, index) for name in longest_first for index in range(k)]
         fitting = [place for place in places if len(self.prompts[place[0]]) < self.answerer.positions]
-        size = self.agent.sampling_batch_size
+        size = self.agent.rows_at_once()
         batches = {start: fitting[start : start + size] for start in range(0, len(fitting), size)}
         return places[: len(places) - len(fitting)], batches
 

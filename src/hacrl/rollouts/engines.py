@@ -26,15 +26,16 @@ from hacrl.rollouts.native import NativeEngine
 from hacrl.rollouts.rollout import Completion
 
 CUDA_ENGINE = "HACRL_CUDA_ENGINE"
-"""Environment variable that chooses the engine on CUDA: `graphed`, or `paged`, which has not run on a GPU yet."""
+"""Environment variable that chooses the engine on CUDA: `paged`, or `graphed`, whose rows wait for the longest."""
 
 
 def engine_of(policy: Policy, tokenizer: Tokenizer) -> Engine:
     """Return the fastest engine for this policy on its device; `generate` if the decoder cannot drive the model."""
-    common: Any = (tokenizer, policy.stop_ids, policy.config.sampling_batch_size, f"Agent {policy.config.id}")
+    on_gpu = next(policy.model.parameters()).device.type == "cuda"
+    common: Any = (tokenizer, policy.stop_ids, policy.config.rows_at_once(on_gpu), f"Agent {policy.config.id}")
     if policy.backbone is None:
         return GenerateEngine(policy.model, *common)
-    if policy.backbone.device.type == "cuda":
+    if on_gpu:
         with suppress(ImportError):  # its kernels need Triton
             engine: Engine = cuda_engine()(policy.backbone, *common)
             return engine
@@ -43,16 +44,16 @@ def engine_of(policy: Policy, tokenizer: Tokenizer) -> Engine:
 
 def cuda_engine() -> Any:
     """The class of the engine that samples on CUDA."""
-    chosen = environ.get(CUDA_ENGINE, "graphed")
-    if chosen == "paged":
-        from hacrl.rollouts.paged import PagedEngine
+    chosen = environ.get(CUDA_ENGINE, "paged")
+    if chosen == "graphed":
+        from hacrl.rollouts.graphed import GraphedEngine
 
-        return PagedEngine
-    if chosen != "graphed":
-        raise UserError(f"{CUDA_ENGINE}={chosen}: unknown engine; choose graphed or paged.")
-    from hacrl.rollouts.graphed import GraphedEngine
+        return GraphedEngine
+    if chosen != "paged":
+        raise UserError(f"{CUDA_ENGINE}={chosen}: unknown engine; choose paged or graphed.")
+    from hacrl.rollouts.paged import PagedEngine
 
-    return GraphedEngine
+    return PagedEngine
 
 
 class GenerateEngine(LocalEngine):

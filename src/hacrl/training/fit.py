@@ -1,5 +1,6 @@
 """Compares what a run needs with the memory there is, and finds the smallest change that makes it fit."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,14 +88,16 @@ class Memories:
         idle = sum(_idle(config, agent, row) for agent, row in rows)
         learning = [_learning(config, agent, row) for agent, row in rows]
         passes = [row.memory["activations"] + row.memory["logits"] for _, row in rows]
-        caches = [row.memory["cache"] for _, row in rows]
+        fewest = [row.least_cache for _, row in rows]
+        # Sampling takes more memory only while there is some.
+        room = math.inf if there is None else max(USABLE * there - idle, *fewest)
+        caches = [min(row.memory["cache"], room) for _, row in rows]
         planned = idle + sum(caches) + max(map(sum, zip(learning, passes, strict=True)))
         if there is not None:
             turns = (max(cache, own + made) for cache, own, made in zip(caches, learning, passes, strict=True))
             planned = min(planned, max(idle, SHORT * there) + max(turns))
         least = [own + row.least_pass for own, (_, row) in zip(learning, rows, strict=True)]
         vllm = sum(_of_vllm(agent) for agent, _ in rows) * (there or 0)
-        fewest = [row.least_cache for _, row in rows]
         return Need(agents, place, vllm + planned, vllm + idle + max(*fewest, *least), there)
 
     def size(self, place: str) -> float | None:
@@ -170,7 +173,7 @@ class Memories:
             return [f"agents.{agent.id}.{name}={value}" for agent in agents]
 
         on_gpu = [agent for agent in tight if is_on_gpu(config, self._there(agent))]
-        rows = min(max(agent.sampling_batch_size for agent in tight), config.rollouts_per_step)
+        rows = min(max(agent.rows_at_once(agent in on_gpu) for agent in tight), config.rollouts_per_step)
         yield [each("sampling_batch_size", size) for size in _halves(rows)]
         if any(agent.fsdp > 1 for agent in tight) or not on_gpu:  # elsewhere passes are halved by themselves
             rollouts = config.prompts_per_step * max(config.rollouts_per_prompt(agent) for agent in tight)

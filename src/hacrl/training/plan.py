@@ -278,7 +278,8 @@ def working_memory(config: RunConfig, agent: AgentConfig, shape: Shape) -> dict[
         tokens = min(tokens, max(CUDA_BATCH_TOKENS if is_on_gpu(config, agent) else CPU_BATCH_TOKENS, length))
     # Each process of an agent takes its share of a pass and of the prompts.
     tokens = max(tokens // agent.fsdp, length)
-    decoded = min(agent.sampling_batch_size, config.prompts_per_step * agent.num_generations // agent.fsdp)
+    rows = agent.rows_at_once(is_on_gpu(config, agent))
+    decoded = min(rows, config.prompts_per_step * agent.num_generations // agent.fsdp)
     # All completions of a prompt share its cache.
     cached = decoded * (agent.max_completion_length + agent.max_prompt_length / agent.num_generations)
 
@@ -314,7 +315,7 @@ def sampling_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device
     """Seconds to decode all completions, as long as allowed, in batches; each process takes its share of them."""
     size = number_bytes(agent)
     prompts, length = config.prompts_per_step / agent.fsdp, agent.max_completion_length
-    rows = min(float(agent.sampling_batch_size), prompts * agent.num_generations)
+    rows = min(float(agent.rows_at_once(is_on_gpu(config, agent))), prompts * agent.num_generations)
     batches = math.ceil(prompts * agent.num_generations / rows)
     operations = rows * shape.operations(agent.max_prompt_length + length / 2)
     # A prompt's keys and values are read once for all of its completions.
