@@ -1,8 +1,8 @@
 """The built-in decoder on CUDA: rows join and leave while others run, and a token step is one CUDA graph.
 
 The last token of a prompt is the first that a row reads in a token step, so reading prompts needs no logits. The host
-reads which rows are finished while the GPU decodes the next tokens. Random numbers belong to a completion and a position: what is sampled
-does not depend on which rows run beside each other.
+reads which rows are finished while the GPU decodes the next tokens. Random numbers belong to a completion and a
+position: what is sampled does not depend on which rows run beside each other.
 """
 
 from collections import deque
