@@ -1,7 +1,7 @@
 """Where the time on a GPU goes: kernels of a token step, and of a learner's pass, for models with random weights.
 
-    python speed/kernels.py qwen3-1.7b                    # both
-    python speed/kernels.py qwen3-1.7b --parts step       # a token step only
+    python speed/gpu_profile.py qwen3-1.7b                    # both
+    python speed/gpu_profile.py qwen3-1.7b --parts step       # a token step only
 
 A token step is the mean of 40, for 8, 64 and 512 rows. A pass scores completions of geometric lengths and computes
 gradients; `host` is the time until the last kernel was launched, so a pass whose host and wall time are about equal
