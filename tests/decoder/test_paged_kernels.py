@@ -1,9 +1,12 @@
 """Kernels for a cache in blocks, in Triton's interpreter, against plain torch."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gumbel import gumbel_choice
 from hacrl.decoder import Backbone
 from hacrl.decoder import paged_kernels as kernels
 from hacrl.decoder.paged import BlockCache
@@ -108,3 +111,85 @@ def test_prompts_are_stored_up_to_their_length_and_no_further() -> None:
             assert torch.equal(held[:, :n], new[p, :, start : start + n])
             assert (held[:, n:] == 7).all()
         assert (block.memory[:64] == 7).all()
+
+
+# --- sampling ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """The tensors that `sample_tokens` reads and writes, for rows that hold these completions."""
+
+    completions: list[int]
+    sampled: list[int]
+    """Number of tokens that each row has sampled."""
+    seed: int = 2**61 + 5
+    limit: int = 9
+    stop_ids: tuple[int, ...] = (7, 11)
+    finished_N: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        N = max(self.completions) + 1
+        self.completion_B, self.own_tokens_B = torch.tensor(self.completions), torch.tensor(self.sampled)
+        self.token_B, self.position_B = torch.full_like(self.completion_B, -1), 10 * (self.completion_B + 1)
+        self.finished_N, self.length_N = (torch.zeros(N, dtype=torch.int32) for _ in range(2))
+        self.tokens_NT = torch.full((N, self.limit), -1, dtype=torch.int32)
+        self.logps_NT = torch.full((N, self.limit), 9.0)
+
+    def sample(self, logits_BV: Tensor, temperature: float = 1.0, source_BV: Tensor | None = None) -> list[int]:
+        kernels.sample_tokens(
+            logits_BV, logits_BV if source_BV is None else source_BV, self.completion_B, self.own_tokens_B,
+            self.token_B, self.position_B, self.finished_N, torch.tensor([self.limit]), torch.tensor([self.seed]),
+            self.tokens_NT, self.logps_NT, self.length_N, torch.tensor(self.stop_ids), temperature,
+        )  # fmt: skip
+        tokens: list[int] = self.token_B.tolist()
+        return tokens
+
+
+@pytest.mark.parametrize("V", [5, 16, 100, 4500, 40_000])
+def test_choices_are_the_gumbel_rule_for_any_vocabulary(V: int) -> None:
+    """Logits in one part, and in several of which the last ones are empty."""
+    logits_BV = 2 * torch.randn(3, V)
+    rows = Rows([4, 0, 2], [0, 3, 8], stop_ids=(-1,))
+    tokens = rows.sample(logits_BV, temperature=0.8)
+    for b, (completion, t) in enumerate(((4, 0), (0, 3), (2, 8))):
+        logits = logits_BV[b].double() / 0.8
+        assert tokens[b] == gumbel_choice(logits.numpy(), rows.seed + (completion << 20) + t)
+        assert rows.tokens_NT[completion, t] == tokens[b]
+        assert rows.logps_NT[completion, t].item() == pytest.approx(logits.log_softmax(0)[tokens[b]].item(), abs=1e-5)
+
+
+def test_greedy_takes_the_first_of_the_largest_also_of_those_in_different_parts() -> None:
+    logits_BV = torch.randn(2, 20_000)
+    logits_BV[1, [19_000, 9_001, 9_003, 13_000]] = 9.0
+    assert Rows([0, 1], [0, 0]).sample(logits_BV, temperature=0.0) == [int(logits_BV[0].argmax()), 9_001]
+
+
+def test_a_restricted_source_is_drawn_from_and_not_recorded() -> None:
+    logits_BV = torch.randn(1, 9000).expand(12, -1)
+    allowed = [3, 4800, 8999]
+    source_BV = torch.full_like(logits_BV, -torch.inf)
+    source_BV[:, allowed] = logits_BV[:, allowed]
+    rows = Rows(list(range(12)), [0] * 12)
+    tokens = rows.sample(logits_BV, 2.0, source_BV)
+    assert set(tokens) <= set(allowed)
+    assert len(set(tokens)) > 1
+    assert torch.allclose(rows.logps_NT[:, 0], (logits_BV[0] / 2).log_softmax(0)[torch.tensor(tokens)], atol=1e-5)
+
+
+def test_rows_are_recorded_until_they_are_finished() -> None:
+    """Tokens 5, 11 (a stop token), 5 at the limit; and a row that was finished before, which stays as it is."""
+    logits_BV = torch.full((4, 20), -5.0)
+    for row, token in enumerate((5, 11, 5, 5)):
+        logits_BV[row, token] = 5.0
+    rows = Rows([3, 1, 0, 2], [2, 0, 8, 4])
+    rows.finished_N[2] = 1
+    assert rows.sample(logits_BV, 0.0) == [5, 11, 5, -1]
+    assert rows.own_tokens_B.tolist() == [3, 1, 9, 4]
+    assert rows.position_B.tolist() == [41, 21, 11, 30]
+    assert rows.length_N.tolist() == [9, 1, 0, 3]
+    assert rows.finished_N.tolist() == [1, 1, 1, 0]
+    written = torch.zeros(4, 9, dtype=torch.bool)
+    written[3, 2] = written[1, 0] = written[0, 8] = True
+    assert torch.equal(rows.tokens_NT != -1, written)
+    assert torch.equal(rows.logps_NT != 9.0, written)
