@@ -97,7 +97,7 @@ def step(options: argparse.Namespace, completions: int = 8, length: int = 32, ag
     for number in range(options.repeats + 2):
         synchronize()
         start = time.perf_counter()
-        rollouts = [rollout for own in executor.sample(problems, number, 0) for rollout in own]
+        rollouts = [rollout for own in executor.sample(problems, number, 0) for rollout in own.value]
         rewards = alternating_rewards([(r.source, r.prompt_id) for r in rollouts], set())
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.reward = reward

@@ -18,7 +18,7 @@ COMMENTS = {
     "max_prompt_length": "in tokens; a longer prompt ends the run",
     "max_completion_length": "in tokens",
     "learning_rate": "small models need more, for example 1.0e-4 for the zoo",
-    "sampling_batch_size": "rollouts sampled at once; less needs less memory",
+    "sampling_batch_size": "rollouts sampled at once, at most; less needs less memory; on a GPU leave it out",
     "max_steps": "an epoch is rows of the data / prompts_per_step",
     "eval_every": "steps; it needs held-out problems",
     "save_every": "steps; 0: at the end only",

@@ -45,6 +45,8 @@ class Backbone:
         self.body: Any = self.model.base_model
         self.lean: LeanLayers | None = None
         self.lock, self.entered = Lock(), 0
+        self.head_sizes = set[int]()
+        """Channels of the heads of queries, keys and values in all layers."""
         self.moved = 0
         """How often weights were moved in memory; CUDA graphs captured before a move are invalid."""
         self.checkpointing = False
@@ -134,6 +136,7 @@ class Backbone:
             with self.driven():
                 hidden_SD = self.hidden(packed.ids_S[None], packed.position_S[None], packed)[0]
                 driven_MV = self.head.logits(hidden_SD[packed.from_M])
+            self.head_sizes = packed.head_sizes
         except Exception as error:
             return f"its layers do not work with another attention function ({type(error).__name__}: {error})"
         if getattr(self.model.config.get_text_config(), "sliding_window", None) and not packed.windowed:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hacrl.decoder.products import product
+from hacrl.decoder.products import by_onednn, product
 
 try:
     from hacrl.decoder import kernels
@@ -56,13 +56,13 @@ class Head:
         return logp_M, entropy_M
 
 
-def wide_product(a: Tensor, b: Tensor, packed: Tensor | None = None) -> Tensor:
+def wide_product(a: Tensor, b: Tensor, packed: Tensor | None = None, onednn: bool | None = None) -> Tensor:
     """a @ b.T with a float32 result for bfloat16 matrices: rounding logits to bfloat16 would lose two digits."""
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     if a.dtype in (torch.float32, torch.float64):
-        return product(a, b, packed=packed)
-    return product(a.float(), b.float())
+        return product(a, b, packed=packed, onednn=onednn)
+    return product(a.float(), b.float(), onednn=onednn)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -102,7 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             elif hidden.is_cuda and hidden.dtype == grad_weight_VD.dtype:
                 grad_weight_VD.addmm_(delta.t(), hidden)
             else:
-                grad_weight_VD += wide_product(delta.t(), hidden.t())
+                grad_weight_VD += wide_product(delta.t(), hidden.t(), onednn=by_onednn(weight_VD))
             if grad_bias_V is not None:
                 grad_bias_V += delta.sum(0)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)

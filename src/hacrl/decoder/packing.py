@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,8 @@ class Packed:
     """Index in the row of each repeated token of `again_A`."""
     windowed: bool = False
     """Whether a layer has asked for a sliding window."""
+    head_sizes: set[int] = field(default_factory=set)
+    """Channels of the heads of queries, keys and values that layers have asked for."""
 
     @classmethod
     def build(cls, prompts: Texts, completions: Texts, device: torch.device) -> "Packed":
@@ -123,6 +125,7 @@ class Packed:
     def attend(self, module: nn.Module, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, rule: Rule) -> Tensor:
         """Attention with a row for each completion, prompt first. A prompt's outputs are taken from one of its rows."""
         self.windowed |= rule.window is not None
+        self.head_sizes |= {x.shape[3] for x in (query_BHSD, key_BKSD, value_BKSD)}
         query, key, value = (self._rows(x) for x in (query_BHSD, key_BKSD, value_BKSD))
         output_NHRD = causal_attention(query, key, value, rule)
         return output_NHRD.transpose(1, 2).flatten(0, 1).index_select(0, self.back_S)[None]

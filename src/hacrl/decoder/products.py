@@ -1,7 +1,8 @@
 """Products with the weights of linear layers; on a CPU by oneDNN, which is part of torch.
 
 torch itself multiplies float32 matrices with MKL. That uses half the width of AMD's processors, and on any processor it
-is slow for a few rows, as in a token step. oneDNN is up to three times as fast there.
+is slow for a few rows, as in a token step. oneDNN is up to three times as fast there. Small weights are left to MKL:
+oneDNN gains nothing with them, because it prepares each new shape.
 """
 
 from collections.abc import Sequence
@@ -11,15 +12,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-WORTH_IT = 1 << 19
-"""Multiplications from which on a product gains more than oneDNN's longer start of a call costs."""
+WORTH_IT = 1 << 18
+"""Numbers in a weight from which on oneDNN is used: more than in any weight of the zoo."""
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN computes x @ weight.T faster than torch itself."""
-    here = HAS_ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    return here and x.numel() * len(weight) >= WORTH_IT
+def by_onednn(weight: Tensor) -> bool:
+    """Whether products with a layer's weight, and those of their gradients, are computed by oneDNN."""
+    here = HAS_ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return here and weight.numel() >= WORTH_IT
 
 
 def pack(weight: Tensor) -> Tensor | None:
@@ -27,15 +28,17 @@ def pack(weight: Tensor) -> Tensor | None:
 
     The copy does not follow the weight: use it only while the weight does not change.
     """
-    if not HAS_ONEDNN or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < WORTH_IT:
+    if not by_onednn(weight):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 32)
     return packed
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, without a gradient."""
-    if packed is None and not by_onednn(x, weight):
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None, onednn: bool | None = None
+) -> Tensor:
+    """x @ weight.T + bias, without a gradient. `onednn`: by oneDNN or not; None: if the weight is large enough."""
+    if not (by_onednn(weight) if onednn is None else onednn):
         return F.linear(x, weight, bias)
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight if packed is None else packed, bias, "none", [], "")
     return result
@@ -45,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None
     """x @ weight.T + bias, with gradients."""
     if not torch.is_grad_enabled():
         return product(x, weight, bias, packed)
-    if not by_onednn(x, weight):
+    if not by_onednn(weight):
         return F.linear(x, weight, bias)
     return linear_in_parts(x, weight, bias, [weight], [] if bias is None else [bias])
 
@@ -63,7 +66,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], *parts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
+        ctx.sizes, ctx.onednn = sizes, by_onednn(weight)
         return product(x, weight, bias)
 
     @staticmethod
@@ -73,7 +76,7 @@ class _Linear(torch.autograd.Function):
         grad_SO = grad.flatten(0, -2)
         grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
-            grads[:count] = product(grad_SO.t(), x.flatten(0, -2).t()).split(ctx.sizes)
+            grads[:count] = product(grad_SO.t(), x.flatten(0, -2).t(), onednn=ctx.onednn).split(ctx.sizes)
         if any(needs[count:]):
             grads[count:] = grad_SO.sum(0).split(ctx.sizes)
         return product(grad_SO, weight.t()).view(x.shape) if needs_x else None, None, None, None, *grads

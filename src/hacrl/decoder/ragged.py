@@ -17,11 +17,11 @@ CAPABILITY = 8, 0
 def suits(backbone: Backbone) -> bool:
     """Whether torch's flash attention can compute the model's attention where the model is."""
     text, weight = backbone.model.config.get_text_config(), backbone.head.weight_VD
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     softcap = getattr(text, "attn_logit_softcapping", None)
-    if not weight.is_cuda or weight.dtype != torch.bfloat16 or softcap is not None:
+    if not weight.is_cuda or weight.dtype != torch.bfloat16 or softcap is not None or len(backbone.head_sizes) != 1:
         return False
-    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(weight.device) >= CAPABILITY
+    (size,) = backbone.head_sizes
+    return size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(weight.device) >= CAPABILITY
 
 
 @dataclass

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from hacrl.decoder import paged_kernels as kernels
+from hacrl.decoder.packing import to_device
 from hacrl.decoder.paged import Block
 
 
@@ -34,7 +35,7 @@ class Columns:
     def keep(self, kept: list[int]) -> None:
         """Move these rows to the front, in this order."""
         if kept != list(range(len(kept))):
-            index = torch.tensor(kept, device=self.token_B.device)
+            index = to_device(torch.tensor(kept), self.token_B.device)
             for column in self.all():
                 column[: len(kept)] = column[index]
 

@@ -12,6 +12,7 @@ from hacrl.decoder import Backbone
 from hacrl.decoder.attention import Decode, Prefill, SharedCache
 from hacrl.decoder.packing import Texts
 from hacrl.decoder.plain import pad
+from hacrl.decoder.policy import free_bytes
 from hacrl.rollouts.engine import (
     LocalEngine,
     SamplingParams,
@@ -76,7 +77,8 @@ class NativeEngine(LocalEngine):
         rows = [i * G + g for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for g in range(G)]
         size = size // G * G or size
         batches = [Batch.of(prompts, rows[start : start + size], G) for start in range(0, len(rows), size)]
-        many = params.max_completion_length >= PACK_FROM
+        weights = sum(weight.nbytes for weight in self.backbone.model.parameters())
+        many = params.max_completion_length >= PACK_FROM and free_bytes(self.backbone.device) > 2 * weights
         with self.backbone.driven(), self.backbone.packed() if many else nullcontext():
             results = [self._decode(batch, params, seed) for batch in batches]
         completions: dict[int, Completion] = {}

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from hacrl.decoder import Backbone
 from hacrl.decoder import paged_kernels as kernels
-from hacrl.decoder.packing import Texts
+from hacrl.decoder.packing import Texts, to_device
 from hacrl.decoder.paged import BlockCache, PagedDecode, PagedPrefill
 from hacrl.decoder.scoring import bucket, capturing
 from hacrl.rollouts.board import Board, Columns
@@ -72,13 +73,14 @@ class PagedEngine(LocalEngine):
         """How often a row was paused for lack of memory."""
 
     def release(self) -> None:
-        """Do nothing: the cache is given back after each sampling, and graphs hold little."""
+        """Give back the memory of captured graphs. The cache is given back after each sampling."""
+        self.board = None
+        self._drop_graphs()
 
     def forget(self) -> None:
         """Give back the memory of captured graphs, and leave more to others from now on."""
-        self.board = None
-        self._drop_graphs()
-        self.margin *= 2
+        self.release()
+        self.margin = min(2 * self.margin, 4 * MARGIN)
 
     def _sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
         G, limit = params.num_generations, params.max_completion_length
@@ -121,8 +123,14 @@ class PagedEngine(LocalEngine):
         running, stopped, limit = list[Row](), set[int](), params.max_completion_length
         looks = deque[Look]()
         while waiting or running:
-            self._extend(board, running, waiting, limit)
+            while not self._extend(board, running, limit):
+                if looks:  # rows that are finished give blocks back
+                    running = self._remove(board, running, looks.popleft().finished())
+                else:
+                    self._pause(board, running, waiting)
             running += self._admit(board, running, waiting, limit)
+            if not running:
+                break
             steps = min(LOOK_EVERY, max(limit - row.sampled for row in running))
             B = fine_bucket(len(running))
             board.columns.fill(len(running), B)
@@ -161,37 +169,42 @@ class PagedEngine(LocalEngine):
             self.cache.give(row.prompt.blocks)
             row.prompt.blocks = []
 
-    def _extend(self, board: Board, running: list[Row], waiting: deque[Row], limit: int) -> None:
-        """Give rows the blocks that they need until the next look, and pause the youngest while memory is short."""
+    def _extend(self, board: Board, running: list[Row], limit: int) -> bool:
+        """Give rows the blocks that they need until the next look; returns False if there is no memory for all."""
         assert self.cache is not None
-        new, place = list[tuple[int, int, int]](), 0
-        while place < len(running):
-            row = running[place]
+        new, enough = list[tuple[int, int, int]](), True
+        for place, row in enumerate(running):
             missing = row.blocks_until(min(row.sampled + LOOK_EVERY, limit)) - len(row.blocks)
             blocks = self.cache.take(missing) if missing > 0 else []
             if blocks is None:
-                if len(running) == 1:
-                    raise OneDoesNotFit(
-                        f"{self.who}: the cache of one completion with {row.sampled} tokens takes "
-                        f"{len(row.blocks) * self.cache.block_bytes >> 20} MiB, and there is no memory for more."
-                    )
-                waiting.appendleft(running.pop())
-                self._pause(board, waiting[0], len(running))
-                continue
+                enough = False
+                break
             first = len(row.prompt.blocks) + len(row.blocks)
             new += [(place, first + i, block.unit) for i, block in enumerate(blocks)]
             row.blocks += blocks
-            place += 1
         if new:
-            rows, columns, units = torch.tensor(new).T.to(self.backbone.device)
+            rows, columns, units = self._there(new).T
             board.columns.table_BM[rows, columns] = units
+        return enough
 
-    def _pause(self, board: Board, row: Row, place: int) -> None:
-        """Move a row's keys and values to host memory."""
-        row.token = int(board.columns.token_B[place])
+    def _pause(self, board: Board, running: list[Row], waiting: deque[Row]) -> None:
+        """Move the keys and values of the row that joined last to host memory."""
+        assert self.cache is not None
+        row = running.pop()
+        if not running:
+            raise OneDoesNotFit(
+                f"{self.who}: the cache of one completion with {row.sampled} tokens takes "
+                f"{len(row.blocks) * self.cache.block_bytes >> 20} MiB, and there is no memory for more."
+            )
+        row.token = int(board.columns.token_B[len(running)])
         row.saved = [block.memory.to("cpu", copy=True) for block in row.blocks]
         self._leave(row)
+        waiting.appendleft(row)
         self.pauses += 1
+
+    def _there(self, numbers: Sequence[Sequence[int]]) -> Tensor:
+        """Copy a table to the GPU, without waiting for what runs there."""
+        return to_device(torch.tensor(numbers), self.backbone.device)
 
     def _admit(self, board: Board, running: list[Row], waiting: deque[Row], limit: int) -> list[Row]:
         """Let waiting rows join while there is room for them, and for those that run to grow."""
@@ -242,12 +255,11 @@ class PagedEngine(LocalEngine):
             )
             for row in fresh
         ]
-        for column, values in zip(columns.all(), torch.tensor(figures).T.to(self.backbone.device), strict=False):
+        for column, values in zip(columns.all(), self._there(figures).T, strict=False):
             column[first:end] = values
         units = [[block.unit for block in (*row.prompt.blocks, *row.blocks)] for row in fresh]
         width = max(map(len, units))
-        table = torch.tensor([own + [0] * (width - len(own)) for own in units])
-        columns.table_BM[first:end, :width] = table.to(self.backbone.device)
+        columns.table_BM[first:end, :width] = self._there([own + [0] * (width - len(own)) for own in units])
 
     def _stop(self, board: Board, running: list[Row], steps: int, stops: Sequence[str], stopped: set[int]) -> None:
         """End the rows that have a stop string in their newest tokens."""
@@ -272,14 +284,14 @@ class PagedEngine(LocalEngine):
         """Return tensors for these completions. Existing ones, and their graphs, are used again if they suffice."""
         assert self.cache is not None
         moved, self.moved = self.moved != self.backbone.moved, self.backbone.moved
-        L = -(-L // kernels.BLOCK) * kernels.BLOCK
+        L = -(-bucket(L) // kernels.BLOCK) * kernels.BLOCK
         wanted = (fine_bucket(min(N, self.batch_size)), N, T, L, bucket(max(PREFILL_TOKENS // L, 1)))
         has = self.board.room if self.board else (0,) * len(wanted)
         limit = T
         self.cache.margin = self.margin + self._pass_bytes(wanted[0], L) if self.cache.device.type == "cuda" else 0
         taken = self.cache.take(1)
-        if taken is None:
-            raise OneDoesNotFit(f"{self.who}: there is no memory for the cache of a single completion.")
+        if taken is None:  # fewer rows at once need less for their logits
+            raise torch.OutOfMemoryError(f"there is no memory for a cache beside passes of {wanted[0]} rows")
         (spare,) = taken
         if moved or any(a < b for a, b in zip(has, wanted, strict=True)):
             self._drop_graphs()
@@ -315,11 +327,10 @@ class PagedEngine(LocalEngine):
         ids = [prompt.tokens[:-1] + [0] * (L - prompt.stored) for prompt in prompts]
         table = [[block.unit for block in prompt.blocks] for prompt in prompts]
         table = [units + [0] * (L // kernels.BLOCK - len(units)) for units in table]
-        device = self.backbone.device
         board.stored_P.zero_()
-        board.stored_P[: len(prompts)] = torch.tensor([prompt.stored for prompt in prompts]).to(device)
-        board.ids_PL[: len(prompts), :L] = torch.tensor(ids).to(device)
-        board.table_PM[: len(prompts), : L // kernels.BLOCK] = torch.tensor(table).to(device)
+        board.stored_P[: len(prompts)] = self._there([[prompt.stored for prompt in prompts]])[0]
+        board.ids_PL[: len(prompts), :L] = self._there(ids)
+        board.table_PM[: len(prompts), : L // kernels.BLOCK] = self._there(table)
         key = ("prefill", P, L)
         if P * L > CAPTURED_TOKENS or (key not in self.graphs and key not in self.run_before):
             self.run_before.add(key)  # a shape that occurs once is not worth a graph

@@ -90,7 +90,7 @@ class Memories:
         passes = [row.memory["activations"] + row.memory["logits"] for _, row in rows]
         fewest = [row.least_cache for _, row in rows]
         # Sampling takes more memory only while there is some.
-        room = math.inf if there is None else max(USABLE * there - idle, *fewest)
+        room = math.inf if there is None else max(USABLE * there - max(idle, SHORT * there), *fewest)
         caches = [min(row.memory["cache"], room) for _, row in rows]
         planned = idle + sum(caches) + max(map(sum, zip(learning, passes, strict=True)))
         if there is not None:

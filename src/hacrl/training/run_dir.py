@@ -201,8 +201,8 @@ def _lock(file: TextIO, kind: int) -> bool:
 
 
 def changed_settings(new: BaseModel, old: BaseModel, allowed: Iterable[str] = ()) -> list[str]:
-    """Names of settings that differ between two configs, except the folder and those in `allowed`."""
-    aside = {"output_dir", *allowed}
+    """Names of settings that differ between two configs, except those in `allowed` and those that change no result."""
+    aside = {"output_dir", "sampling_batch_size", *allowed}
 
     def settings(config: BaseModel) -> dict[str, Any]:
         data = config.model_dump(mode="json")
