@@ -25,7 +25,6 @@ ROOT = Path(__file__).parent.parent
 SAMPLING = "sampling.py {shape} --vllm-python {python} {vllm} --prompt-tokens 128"
 LONG, UNEQUAL, EQUAL, EQUAL_MANY = "128x8x8192~1500", "64x8x4096~720", "32x8x512", "128x8x512"
 MEMORY = "memory.py {shape} --prompts 16 --generations 8 --mean 720 --most 4096"
-PAGED = {"HACRL_CUDA_ENGINE": "paged"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Part:
     command: str
     """A script of this folder and its arguments, to which a file for the figures is added."""
     needs: str = ""
-    environment: tuple[tuple[str, str], ...] = ()
     checked: bool = True
     """Whether it is left out if the check has failed."""
 
@@ -66,14 +64,14 @@ PARTS = {
         "sampling.py smollm2 --work 32x8x128 128x8x128 --engines paged graphed"),
     "hacpo": Part(
         "HACPO steps of 1.7B + 4B, 16 x 8, mean 720, at most 4,096", 9.5,
-        memory("qwen3-1.7b qwen3-4b", "--algorithms hacpo"), environment=tuple(PAGED.items())),
+        memory("qwen3-1.7b qwen3-4b", "--algorithms hacpo")),
     "default": Part(
         "steps of the default algorithm of 1.7B + 4B", 9.5,
         memory("qwen3-1.7b qwen3-4b", "--algorithms hacpo_robust --set algorithm.imitation.when=never"),
-        environment=tuple(PAGED.items())),
+        ),
     "lora": Part(
         "8B with LoRA, at most 4,096 tokens", 9.5,
-        memory("qwen3-8b", "--algorithms gspo --steps 2 --set lora.r=16"), environment=tuple(PAGED.items())),
+        memory("qwen3-8b", "--algorithms gspo --steps 2 --set lora.r=16")),
     "fit": Part(
         "equal lengths, to fit the constants of --dry-run: 0.6B and 1.7B", 5,
         "memory.py qwen3-0.6b qwen3-1.7b --algorithms gspo --mean 1e9 --most 512 --steps 2", checked=False),
@@ -83,11 +81,11 @@ PARTS = {
     "trl": Part(
         "a GSPO cycle of 0.6B, 32 x 8, mean 430, at most 1,024, against TRL", 7,
         "cycle.py qwen3-0.6b --prompts 32 --tokens 1024 --mean 430 --cycles 2 --rounds 1 --micro-batch 16 "
-        "--colocate 0.3 --trl-python {python}", "TRL, vLLM", tuple(PAGED.items())),
+        "--colocate 0.3 --trl-python {python}", "TRL, vLLM"),
     "trl-large": Part(
         "a GSPO cycle of 1.7B, 32 x 8, mean 720, at most 4,096, against TRL", 9.5,
         "cycle.py qwen3-1.7b --prompts 32 --tokens 4096 --mean 720 --cycles 1 --rounds 1 --micro-batch 4 "
-        "--colocate 0.3 --trl-python {python}", "TRL, vLLM", tuple(PAGED.items())),
+        "--colocate 0.3 --trl-python {python}", "TRL, vLLM"),
     "sleep": Part(
         "vLLM beside two agents of 0.6B: memory that sleeping gives back, LoRA", 9.5, "vllm_colocated.py", "vLLM",
         checked=False),
@@ -140,7 +138,7 @@ def run(name: str, part: Part, options: argparse.Namespace) -> bool:
         words += ["--json", str((options.folder / f"{name}.json").resolve())]
     command = [sys.executable, str(ROOT / "speed" / words[0]), *words[1:]]
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **dict(part.environment), "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "120"}
     print(f"== {name}: {part.what}, at most {part.minutes:g} minutes\n$ {' '.join(command)}", flush=True)
     start, log = time.monotonic(), options.folder / f"{name}.log"
     with log.open("w", encoding="utf-8") as file:

@@ -73,13 +73,13 @@ class PagedEngine(LocalEngine):
         """How often a row was paused for lack of memory."""
 
     def release(self) -> None:
-        """Give back the memory of captured graphs. The cache is given back after each sampling."""
-        self.board = None
-        self._drop_graphs()
+        """Do nothing: the cache is given back after each sampling. Graphs, which hold the activations of one token step,
+        are kept: to capture them anew takes seconds."""
 
     def forget(self) -> None:
         """Give back the memory of captured graphs, and leave more to others from now on."""
-        self.release()
+        self.board = None
+        self._drop_graphs()
         self.margin = min(2 * self.margin, 4 * MARGIN)
 
     def _sample(self, prompts: Texts, params: SamplingParams, seed: int) -> list[list[Completion]]:
