@@ -73,8 +73,8 @@ class PagedEngine(LocalEngine):
         """How often a row was paused for lack of memory."""
 
     def release(self) -> None:
-        """Do nothing: the cache is given back after each sampling. Graphs, which hold the activations of one token step,
-        are kept: to capture them anew takes seconds."""
+        """Do nothing: the cache is given back after each sampling. Graphs are kept, because to capture them anew takes
+        seconds; they hold the activations of one token step."""
 
     def forget(self) -> None:
         """Give back the memory of captured graphs, and leave more to others from now on."""
