@@ -88,18 +88,22 @@ class Device:
     sampling: float
     """Share of the possible speed, limited by arithmetic or by memory, that decoding a token reaches."""
     learning: float
-    """Share of the arithmetic's speed that forward and backward passes reach."""
+    """Share of the arithmetic's speed that the products of forward and backward passes reach."""
     layer: float = 0.0
     """Fixed seconds that a layer takes to decode a token: the time to start kernels."""
     token: float = 0.0
     """Seconds that a token takes in a layer besides the matrix products; most of the time in tiny models."""
+    channel: float = 0.0
+    """Seconds that a token's gradient takes for each layer and channel besides the products: norms, gates, copies."""
 
     def times(self, count: int) -> "Device":
         """`count` such devices working together on all rows."""
-        return replace(self, operations=self.operations * count, bytes=self.bytes * count, token=self.token / count)
+        rates = self.operations * count, self.bytes * count
+        token, channel = self.token / count, self.channel / count
+        return replace(self, operations=rates[0], bytes=rates[1], token=token, channel=channel)
 
 
-H200 = Device("H200", 790e12, 4.3e12, sampling=0.23, learning=0.28, layer=20.5e-6)
+H200 = Device("H200", 790e12, 4.3e12, sampling=0.23, learning=0.77, layer=20.5e-6, channel=1.36e-10)
 H200_FLOAT32 = replace(H200, operations=67e12)
 """NVIDIA's figure for float32: not measured."""
 CORE = Device("CPU core", 130e9, 10e9, sampling=0.24, learning=0.57, token=16e-6)
@@ -349,4 +353,5 @@ def learning_seconds(config: RunConfig, agent: AgentConfig, shape: Shape, device
     if config.algorithm.scores_by_others and len(config.agents) > 1:
         passed += tokens(sum(other.num_generations for other in config.agents if other.id != agent.id))
     operations = shape.operations(agent.max_prompt_length + agent.max_completion_length / 2)
-    return passed / agent.fsdp * (operations / device.operations / device.learning + shape.layers * device.token / 3)
+    besides = shape.layers * (device.token + shape.width * device.channel) / 3
+    return passed / agent.fsdp * (operations / device.operations / device.learning + besides)
