@@ -73,8 +73,8 @@ class ModelSettings(Strict):
     gradient_checkpointing: bool | None = None
     """Recompute activations inside layers instead of keeping them; default: if a rollout would not fit into memory."""
     sampling_batch_size: Size | None = None
-    """Completions sampled at once, at most; default: 1024 by the built-in engine on a GPU, where fewer are while memory
-    is short, and 512 otherwise."""
+    """Completions sampled at once, at most; default: 1024 with the built-in engine on a GPU, which samples fewer while
+    memory is short; otherwise 512."""
     system_prompt: str | None = None
     """System message before every prompt that has none; it needs a chat template."""
     prompt_suffix: str = ""

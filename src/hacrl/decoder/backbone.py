@@ -23,7 +23,8 @@ Forwards = dict[nn.Module, Callable[..., Any]]
 def checkpointed_layers(model: nn.Module, others: Forwards | None = None) -> Forwards:
     """A forward for each checkpointable layer that computes activations again in the backward pass.
 
-    `others`: what modules use otherwise, if it is not their own forward."""
+    `others`: what modules use otherwise, if it is not their own forward.
+    """
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     return {layer: partial(again, (others or {}).get(layer, layer.forward)) for layer in layers}
